@@ -104,11 +104,11 @@ class Wounding(phases.Phases):
     """Phases that wound a part in one of them.
 
     Args:
-        part: which. phase: when. number: of the signal. output_dir: of the run.
+        part: which. phase: when. number: of the signal. output_dir: of the run. more: as of `Phases`.
     """
 
-    def __init__(self, part: str, phase: str, number: int, output_dir: Path) -> None:
-        super().__init__()
+    def __init__(self, part: str, phase: str, number: int, output_dir: Path, **more: Any) -> None:
+        super().__init__(**more)
         self._row = (part, phase, number, output_dir)
         self._trained = 0
 
@@ -162,7 +162,7 @@ def main() -> None:
         stalls.SLOW["start"] = START_STALLS_S
     from slime.ray import lifetime
 
-    lifetime.Phases = lambda: Wounding(part, phase, signal.Signals[name], output_dir)  # type: ignore[assignment,misc]
+    lifetime.Phases = lambda **more: Wounding(part, phase, signal.Signals[name], output_dir, **more)  # type: ignore[assignment,misc]
     schedule = importlib.import_module(Path(driver).stem)
     from slime.ray.driver import drive
 
