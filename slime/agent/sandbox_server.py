@@ -33,7 +33,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from slime.agent.sandbox import GatewayAccess, LocalSandbox, SandboxError, SandboxTimeout, make_sandbox
-from slime.agent.sandbox.results import FILE_BYTES, SERVER_KEY_ENV, ExecResult
+from slime.agent.sandbox.results import FILE_BYTES, OPEN_S, SERVER_KEY_ENV, ExecResult
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,8 @@ class SandboxServer:
         watch = asyncio.create_task(self._end_silent())
         yield
         watch.cancel()
-        await asyncio.gather(*(self._close(name) for name in list(self._held)))
+        async with asyncio.timeout(2 * OPEN_S):
+            await asyncio.gather(*(self._close(name) for name in list(self._held)))
 
     async def _end_silent(self) -> None:
         while True:
@@ -203,8 +204,10 @@ class SandboxServer:
 
     async def _close(self, name: str) -> None:
         if held := self._held.pop(name, None):
-            await asyncio.wait([held.opening])
-            if not held.opening.exception():
+            await asyncio.wait([held.opening], timeout=OPEN_S)
+            if not held.opening.done():
+                held.opening.cancel()
+            elif not held.opening.exception():
                 await held.opening.result().__aexit__(None, None, None)
 
 

@@ -20,6 +20,7 @@ def test_on_a_cpu_the_resident_memory_of_the_process_is_what_is_known(monkeypatc
 
 def test_with_cuda_the_whole_gpu_and_torchs_share_of_it_are_told_too(monkeypatch):
     monkeypatch.setattr(profiler.accelerator, "kind", lambda: "cuda")
+    monkeypatch.setattr(profiler.accelerator, "process_bytes", lambda: 5_000_000_000)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60_000_000_000, 141_000_000_000))  # free, total
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2_000_000_000)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3_000_000_000)
@@ -27,6 +28,7 @@ def test_with_cuda_the_whole_gpu_and_torchs_share_of_it_are_told_too(monkeypatch
     del found["memory/after_sleep/host_rss_gb"]
     assert found == {
         "memory/after_sleep/gpu_used_gb": 81.0,
+        "memory/after_sleep/gpu_process_gb": 5.0,
         "memory/after_sleep/torch_allocated_gb": 2.0,
         "memory/after_sleep/torch_reserved_gb": 3.0,
     }

@@ -52,6 +52,9 @@ NEVER = {
 FINISHED = "of a task that has finished"
 BOUNDED = "the driver waits for it with a deadline, and its watchdog notices that no sample finishes"
 ALLOWED: dict[tuple[str, str, str], str] = {
+    ("slime/agent/sandbox/http.py", "HttpSandbox.__aenter__", "aiohttp.ClientTimeout"): "each request has its own",
+    ("slime/agent/sandbox/pool.py", "SandboxPool._discard", "task.result"): FINISHED,
+    ("slime/agent/sandbox_server.py", "SandboxServer._close", "held.opening.result"): FINISHED,
     ("slime/backends/megatron_utils/update_weight/engine_group.py", "_Steps.wait", "mine.result"): FINISHED,
     ("slime/backends/megatron_utils/update_weight/engines.py", "_results", "call.result"): FINISHED,
     (
@@ -108,6 +111,15 @@ ALLOWED: dict[tuple[str, str, str], str] = {
     ("slime/utils/external_utils/command_utils.py", "_finish", "process.wait"): "a command that a person started",
     ("slime/utils/misc.py", "exec_command", "subprocess.run"): "a command that a person started, of any length",
     ("slime/plan/render.py", "render", "captured.get"): "rich's text",
+    ("slime/processes/isolation/init.py", "main", "control.recv"): "the socket closes when its owner ends",
+    ("slime/processes/isolation/init.py", "_start", "os.waitpid"): "for a process that ends with the owner",
+    ("slime/processes/isolation/init.py", "Init.serve", "awake.recv"): "it does not block",
+    ("slime/processes/isolation/init.py", "Init.kill_all", "os.waitid"): "for processes that were killed",
+    (
+        "slime/processes/isolation/kernel.py",
+        "enter_user_namespace",
+        "os.waitpid",
+    ): "for a helper that writes two files",
     ("slime/processes/registry.py", "_Spawner.call", "result.result"): "of a thread that calls Popen and nothing else",
     ("slime/processes/registry.py", "_Spawner._run", "self._jobs.get"): "that thread: nobody waits for it",
     ("slime_plugins/rollout_buffer/generators/base_generator.py", "BaseGenerator._run", "self._stopped.wait"): BOUNDED,

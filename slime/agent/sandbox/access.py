@@ -14,6 +14,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 BODY_BYTES = 64 << 20
 PORT = 8000
+TURN_S = 3600.0  # the longest turn of a model
 # They belong to one connection (RFC 9110, 7.6.1).
 _HOP_BY_HOP = {
     "connection",
@@ -65,7 +66,7 @@ class GatewayDoor:
         """Begin to answer."""
         app = web.Application(client_max_size=BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
-        self._client = ClientSession(timeout=ClientTimeout(total=None, sock_connect=10), auto_decompress=False)
+        self._client = ClientSession(timeout=ClientTimeout(total=TURN_S, sock_connect=10), auto_decompress=False)
         # Cancelled handlers: a client that was killed ends its request at the gateway, too.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Self
 
 from slime.agent.sandbox import Sandbox
+from slime.agent.sandbox.results import OPEN_S
 
 
 class SandboxPool:
@@ -35,7 +36,8 @@ class SandboxPool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.gather(*(self._discard(task) for _, task in self._warm), *self._ending)
+        async with asyncio.timeout(2 * OPEN_S):
+            await asyncio.gather(*(self._discard(task) for _, task in self._warm), *self._ending)
         self._warm.clear()
 
     def _fill(self) -> None:
@@ -72,8 +74,10 @@ class SandboxPool:
     @staticmethod
     async def _discard(task: asyncio.Task[Sandbox]) -> None:
         """End a sandbox that nobody has used; what it failed with concerns nobody."""
-        await asyncio.wait([task])
-        if not task.exception():
+        await asyncio.wait([task], timeout=OPEN_S)
+        if not task.done():
+            task.cancel()
+        elif not task.exception():
             await task.result().__aexit__(None, None, None)
 
 

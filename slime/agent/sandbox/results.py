@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 OUTPUT_BYTES = 1 << 20
+OPEN_S = 300.0  # the longest that a backend takes to make a sandbox
 FILE_BYTES = 256 << 20
 SERVER_KEY_ENV = "SLIME_SANDBOX_KEY"
 USERS = ("root", "agent")
