@@ -7,6 +7,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from slime.dashboard.records import SampleFile, Samples
 from slime.dashboard.runs import Run
 from slime.dashboard.series import AXES, finite
 from slime.dashboard.timeline import current_phase, progress, rollout_seconds
+from slime.observability.metric_table import describe
 
 ITERATION = re.compile(r"iter_(\d+)")
 WARNING = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
@@ -85,7 +87,8 @@ def recent_alarms(run: Run) -> list[dict[str, Any]]:
     """Alarms of the newest rollouts, one of each name."""
     done, _ = progress(run)
     recent = [alarm for alarm in run.series.alarms if (alarm.get("step") or 0) >= done - RECENT_ROLLOUTS]
-    return list({alarm.get("name"): alarm for alarm in recent}.values())
+    newest = {alarm.get("name"): alarm for alarm in recent}
+    return [alarm for alarm in newest.values() if alarm.get("state") != "ended"]
 
 
 def lights(run: Run, page: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -158,7 +161,7 @@ def warnings(run: Run) -> Iterator[dict[str, str]]:
 
 
 def metric_names(run: Run) -> dict[str, Any]:
-    """Which metrics a run has, with their newest values, and which axes they can be drawn over."""
+    """Which metrics a run has, their newest values, what they mean, and which axes they can be drawn over."""
     metrics = {
         name: {"step_key": points.step_key, "last": finite(points.value[-1]), "points": len(points.value)}
         for name, points in sorted(run.series.points.items())
@@ -168,7 +171,9 @@ def metric_names(run: Run) -> dict[str, Any]:
     trained = max(
         (max(points.step) + 1 for points in run.series.points.values() if points.step_key == STEP), default=0
     )
-    return {"metrics": metrics, "axes": axes, "steps_per_rollout": max(1, round(trained / max(1, done)))}
+    docs = {name: asdict(row) for name in metrics if (row := describe(name)) is not None}
+    per_rollout = max(1, round(trained / max(1, done)))
+    return {"metrics": metrics, "docs": docs, "axes": axes, "steps_per_rollout": per_rollout}
 
 
 def rollout_list(files: Iterable[SampleFile]) -> list[dict[str, Any]]:

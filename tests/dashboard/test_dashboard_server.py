@@ -239,6 +239,20 @@ def test_alarms_are_shown_and_are_no_metrics(tmp_path: Path) -> None:
     page = client.get(f"/api/runs/{only_run(client)}").json()
     assert page["alarm_list"] == [{**alarm, "step": 9.0, "time": 1.0}]
     assert {light["name"]: light["color"] for light in page["lights"]}["alarms"] == "amber"
+    over = {"step_key": "rollout/step", "time": 2.0, "rollout/step": 9, "alarm": {**alarm, "state": "ended"}}
+    write_lines(tmp_path / "metrics.jsonl", [over])
+    client = client_of(tmp_path)
+    page = client.get(f"/api/runs/{only_run(client)}").json()
+    assert len(page["alarm_list"]) == 2
+    assert {light["name"]: light["color"] for light in page["lights"]}["alarms"] == "green"
+
+
+def test_what_a_metric_means_comes_with_its_name(tmp_path: Path) -> None:
+    write_run(tmp_path, 3)
+    client = client_of(tmp_path)
+    found = client.get(f"/api/runs/{only_run(client)}/metrics").json()
+    assert found["docs"]["rollout/raw_reward"]["meaning"] == "mean reward of the samples, as scored"
+    assert set(found["docs"]) <= set(found["metrics"])
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ function tiles(page, series) {
 
 function alarms(page) {
   if (!page.alarm_list.length) return null;
-  return [h("h2", {}, "Alarms"), page.alarm_list.toReversed().map((alarm) => h("div", { class: `alarm ${page.rollout - (alarm.step ?? 0) <= 5 ? "now" : ""}` },
-    h("b", {}, alarm.name), h("span", { class: "muted" }, ` rollout ${number(alarm.step)}${alarm.since === undefined || alarm.since === null ? "" : `, since ${number(alarm.since)}`}`),
+  return [h("h2", {}, "Alarms"), page.alarm_list.toReversed().map((alarm) => h("div", { class: `alarm ${page.rollout - (alarm.step ?? 0) <= 5 && alarm.state !== "ended" ? "now" : ""}` },
+    h("b", {}, alarm.name), alarm.state === "ended" ? " over" : null, h("span", { class: "muted" }, ` rollout ${number(alarm.step)}${alarm.since === undefined || alarm.since === null ? "" : `, since ${number(alarm.since)}`}`),
     h("p", {}, plain(alarm.evidence)),
     alarm.flags?.length ? h("p", { class: "small" }, "try ", [alarm.flags].flat().map((flag) => [h("code", {}, flag), " "])) : null,
     alarm.docs ? h("p", { class: "small muted" }, alarm.docs) : null))];
