@@ -170,6 +170,19 @@ def test_a_run_writes_its_alarms_where_its_metrics_are(tmp_path: Path, capsys: p
     assert "cut off by the length limit" in capsys.readouterr().out
 
 
+def test_a_run_can_have_no_alarms(tmp_path: Path) -> None:
+    from tests.unit.test_observability import make_args
+
+    logging_utils.init_tracking(make_args(tmp_path, alarms_config="off"))
+    for rollout in range(6):
+        logging_utils.log(
+            make_args(tmp_path), {"rollout/truncated_ratio": 1.0, "rollout/step": rollout}, "rollout/step"
+        )
+        logging_utils.end_rollout(rollout)
+    logging_utils.finish_tracking()
+    assert "alarm" not in (tmp_path / "metrics.jsonl").read_text()
+
+
 @pytest.mark.parametrize(
     ("run", "expected"),
     [
