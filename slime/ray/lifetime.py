@@ -35,11 +35,13 @@ from slime.observability.profiler import nothing_recorded
 from slime.observability.run_events import RunEvents
 from slime.observability.timer import StepTimes
 from slime.processes.progress_counts import Count
+from slime.processes.registry import registry
 from slime.ray import stalls
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.checkpoints import STATE_DEADLINE_S, Checkpoints
 from slime.ray.engine_upkeep import EngineUpkeep
 from slime.ray.peer_copies import PeerCopies, owners_of
+from slime.ray.rollout.router import is_free
 from slime.ray.run_guard import RunGuard
 from slime.ray.run_parts import GpuTurns, RunParts, try_to_end
 from slime.ray.schedule import Attempt, ExitRequest, attempts
@@ -47,8 +49,11 @@ from slime.ray.utils import get
 from slime.rollout.sampling.weight_versions import SyncSchedule
 from slime.utils.errors import UsageError
 from slime.utils.http.api_keys import command_line_without_secrets
+from slime.utils.misc import url_host
 
 logger = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 MetricRecord = tuple[dict[str, float], str]
 
@@ -147,12 +152,27 @@ class RunLifetime:
         self._status.announce("placing trainers and engines")
         parts.place()
         logging_utils.init_tracking(self.args)
+        if args.prometheus_port is not None:
+            self._start_prometheus(directory, args.prometheus_port)
         parts.create_manager()
         self._guard.watch(lambda: parts.manager)
         self._announce_parts()
         self._connect(parts.start())
         self._exit.listen()
         logger.info("everything is running after %.1f s", time.monotonic() - start)
+
+    def _start_prometheus(self, directory: Path, port: int) -> None:
+        """Start the program that answers /metrics; it ends with this process."""
+        host, router = self.args.prometheus_host, self.args.sglang_router_ip
+        if not is_free(host, port):
+            raise UsageError(f"--prometheus-port {port} on {host} is taken, or no address of this host: give another")
+        command = [sys.executable, "-m", "slime.observability.prometheus", str(directory), host, str(port)]
+        if router is not None:  # one that runs already
+            command.append(f"http://{router}:{self.args.sglang_router_port}")
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        log, environment = directory / "logs" / "prometheus.log", os.environ | {"PYTHONPATH": path}
+        registry().start(command, name="prometheus endpoint", log_path=log, env=environment)
+        logger.info("Prometheus scrapes this run at http://%s:%d/metrics", url_host(host), port)
 
     def _begin_events(self, directory: Path) -> None:
         self._events = RunEvents(directory)

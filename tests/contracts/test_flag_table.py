@@ -39,6 +39,8 @@ OURS = {
     "--strict-flags": "errors for what is a warning",
     "--require-deepep": "an error for what is a warning",
     "--dashboard-host": "pages over the run",
+    "--prometheus-port": "one scrape target for the whole run",
+    "--prometheus-host": "one scrape target for the whole run",
     "--dashboard-port": "pages over the run",
     "--elastic-dp": "fault tolerance",
     "--max-restarts": "fault tolerance",

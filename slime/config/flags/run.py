@@ -126,6 +126,13 @@ class ObservabilityFlags:
         at_least=-1,
     )
     dashboard_host: str = flag("127.0.0.1", "address that the pages are served at; the URL holds a token")
+    prometheus_port: int | None = flag(
+        None,
+        "port of /metrics, one Prometheus target for driver, trainer, routers and engines (docs/prometheus.md)",
+        at_least=1,
+        at_most=65535,
+    )
+    prometheus_host: str = flag("127.0.0.1", "address that /metrics is served at", needs="prometheus_port")
     tracker: list[str] = flag(
         [],
         "where metrics go besides metrics.jsonl (repeatable): "

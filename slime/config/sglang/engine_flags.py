@@ -97,6 +97,8 @@ def derive_sglang(args: Args, explicit: set[str], own: Sequence[str]) -> dict[st
         return {name.removeprefix(prefix): values[name] for name in names}
 
     server = pick(PREFIX)
+    if args.prometheus_port is not None:
+        server.setdefault("enable_metrics", True)
     sizes = {PREFIX + name: value for name, value in engine_sizes(args.rollout_num_gpus_per_engine, server).items()}
     return sizes | {
         "sglang_router_ip": args.sglang_router_ip and url_host(args.sglang_router_ip),

@@ -1,0 +1,254 @@
+"""The run's Prometheus endpoint: the driver starts `python -m slime.observability.prometheus OUTPUT_DIR HOST PORT`.
+
+One target for the whole run. A scrape reads what is new in metrics.jsonl and run_events.jsonl, and asks the routers
+(found by the files that they are started with) and the engines behind them, each with a deadline: what does not answer
+is left out, and `slime_target_up` says so. A process of its own: the run does not wait for it, and outlives it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import requests
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from slime.observability.run_events import FILE as EVENTS_FILE
+from slime.processes.directories import METRICS_FILE
+from slime.utils.http.api_keys import headers_for, protect_engine, protect_router
+from slime.utils.misc import url_host
+
+logger = logging.getLogger(__name__)
+
+ASK_S = 2.0  # for one router or engine
+ALL_S = 5.0  # for all of them; Prometheus itself gives up after 10 s
+MOST_AT_ONCE = 32
+_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
+
+
+class JsonLines:
+    """The lines that a file has got since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+
+    def news(self) -> Iterator[dict[str, Any]]:
+        """Yield the new whole lines that are objects; a file that is not there has none."""
+        try:
+            file = self._path.open("rb")
+        except OSError:
+            return
+        with file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                try:
+                    value = json.loads(line)
+                except ValueError:  # its writer was killed
+                    continue
+                if isinstance(value, dict):
+                    yield value
+
+
+class RunState:
+    """The last value of everything that the driver writes."""
+
+    def __init__(self, directory: Path) -> None:
+        self._records, self._events = JsonLines(directory / METRICS_FILE), JsonLines(directory / EVENTS_FILE)
+        self._metrics: dict[str, float] = {}
+        self._at: dict[str, float] = {}
+        self._phases: list[tuple[str, float]] = []
+        self._rollout: float | None = None
+        self._num_alarms = 0
+
+    def look(self) -> None:
+        """Read what is new."""
+        for record in self._records.news():
+            self._take_record(record)
+        for event in self._events.news():
+            self._take_event(event)
+
+    def _take_record(self, record: Mapping[str, Any]) -> None:
+        if record.get("step_key") == "alarm":
+            self._num_alarms += 1
+            return
+        self._at[str(record.get("step_key"))] = float(record.get("time", 0.0))
+        for name, value in record.items():
+            if isinstance(value, int | float) and name != "time":
+                self._metrics[name] = value
+
+    def _take_event(self, event: Mapping[str, Any]) -> None:
+        kind = event.get("event")
+        if kind == "start":
+            self._phases = []
+        elif kind == "begin":
+            self._phases.append((str(event.get("phase")), float(event.get("time", 0.0))))
+            self._rollout = event.get("rollout", self._rollout)
+        elif kind == "end" and self._phases:
+            self._phases.pop()
+
+    def families(self) -> Iterator[Metric]:
+        """Yield gauges: `slime_train_loss{metric="train/loss"}` for each metric, the phase, and when records came."""
+        by_name: dict[str, GaugeMetricFamily] = {}
+        for metric, value in self._metrics.items():
+            name = name_of(metric)
+            family = by_name.setdefault(name, GaugeMetricFamily(name, f"last value of {metric}", labels=["metric"]))
+            family.add_metric([metric], value)
+        yield from by_name.values()
+        phase = GaugeMetricFamily("slime_phase_begin_seconds", "when the phase began", labels=["phase"])
+        for name, begin in self._phases[-1:]:
+            phase.add_metric([name], begin)
+        records = GaugeMetricFamily("slime_last_record_seconds", "when the last record was made", labels=["step_key"])
+        for key, at in self._at.items():
+            records.add_metric([key], at)
+        yield phase
+        yield records
+        yield GaugeMetricFamily("slime_alarms", "alarms of this run", value=self._num_alarms)
+        if self._rollout is not None:
+            yield GaugeMetricFamily("slime_rollout", "the rollout that the phase is of", value=self._rollout)
+
+
+def name_of(metric: str) -> str:
+    """Return the Prometheus name of a metric.
+
+    Example:
+        >>> name_of("eval/gsm8k-pass@4")
+        'slime_eval_gsm8k_pass_4'
+    """
+    return "slime_" + _NOT_IN_NAMES.sub("_", metric)
+
+
+class Targets:
+    """The routers and engines of a run.
+
+    Args:
+        directory: --output-dir.
+        given: addresses of routers that the run did not start.
+    """
+
+    def __init__(self, directory: Path, given: Iterable[str] = ()) -> None:
+        self._logs, self._given = directory / "logs", list(given)
+
+    def families(self) -> list[Metric]:
+        """Ask all of them at once; return their families with a label that says whose they are, and who answered."""
+        threads = ThreadPoolExecutor(MOST_AT_ONCE)
+        until = time.monotonic() + ALL_S
+        found: dict[str, Metric] = {}
+        up = GaugeMetricFamily("slime_target_up", "whether it answered this scrape", labels=["kind", "address"])
+        routers = list(self._routers())
+        asked = {threads.submit(workers_of, url): url for url, _ in routers}
+        texts = {threads.submit(text_of, metrics): {"router": url} for url, metrics in routers if metrics}
+        wait(asked, max(until - time.monotonic(), 0.0))
+        engines: set[str] = set()
+        for router, url in asked.items():
+            is_up = router.done() and router.exception() is None
+            up.add_metric(["router", url], is_up)
+            engines |= set(router.result(0)) if is_up else set()
+        texts |= {threads.submit(text_of, f"{url}/metrics"): {"engine": url} for url in sorted(engines)}
+        wait(texts, max(until - time.monotonic(), 0.0))
+        threads.shutdown(wait=False, cancel_futures=True)
+        for text, label in texts.items():
+            is_up = text.done() and text.exception() is None
+            if is_up:
+                add_families(found, text.result(0), label)
+            if url := label.get("engine", ""):
+                up.add_metric(["engine", url], is_up)
+        return [*found.values(), up]
+
+    def _routers(self) -> Iterator[tuple[str, str | None]]:
+        """Yield (address, address of its metrics) of each router."""
+        for file in sorted(self._logs.glob("*router*.json")):
+            try:
+                values = json.loads(file.read_text())
+                metrics = f"http://{url_host(values['prometheus_host'])}:{values['prometheus_port']}/metrics"
+                yield f"http://{url_host(values['host'])}:{values['port']}", metrics
+            except (OSError, ValueError, LookupError, TypeError):  # not a router's, or it is being written
+                continue
+        for url in self._given:
+            yield url, None
+
+
+def workers_of(router: str) -> list[str]:
+    """Return the addresses of the engines behind a router.
+
+    Raises:
+        RequestException: it does not answer.
+    """
+    protect_router(router)
+    answer = requests.get(f"{router}/workers", headers=headers_for(router), timeout=ASK_S)
+    answer.raise_for_status()
+    urls = [str(worker["url"]) for worker in answer.json()["workers"]]
+    for url in urls:
+        protect_engine(url)
+    return urls
+
+
+def text_of(url: str) -> str:
+    """Return what a metrics address answers.
+
+    Raises:
+        RequestException: it does not answer, or not well.
+    """
+    answer = requests.get(url, headers=headers_for(url), timeout=ASK_S)
+    answer.raise_for_status()
+    return answer.text
+
+
+def add_families(found: dict[str, Metric], text: str, labels: Mapping[str, str]) -> None:
+    """Add the families of one text, with more labels; a text that breaks off keeps what came before.
+
+    Args:
+        found: name -> family of all that were asked.
+        text: in Prometheus' text format.
+        labels: of the one that it is from.
+    """
+    try:
+        for family in text_string_to_metric_families(text):
+            merged = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                merged.add_sample(sample.name, {**sample.labels, **labels}, sample.value)
+    except ValueError as error:
+        logger.warning("metrics of %s are no text of Prometheus: %s", labels, error)
+
+
+class RunCollector:
+    """What a scrape collects."""
+
+    def __init__(self, directory: Path, routers: Iterable[str] = ()) -> None:
+        self._state, self._targets = RunState(directory), Targets(directory, routers)
+
+    def describe(self) -> list[Metric]:
+        """Nothing is asked before the first scrape."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families."""
+        self._state.look()
+        yield from self._state.families()
+        yield from self._targets.families()
+
+
+def main(directory: str, host: str, port: str, *routers: str) -> None:
+    """Serve until this process is ended."""
+    os.nice(10)
+    collected = CollectorRegistry(auto_describe=False)
+    collected.register(RunCollector(Path(directory), routers))
+    _, thread = start_http_server(int(port), addr=host, registry=collected)
+    while thread.is_alive():
+        thread.join(60.0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
