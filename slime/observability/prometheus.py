@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,7 @@ class Targets:
 
     def __init__(self, directory: Path, given: Iterable[str] = ()) -> None:
         self._logs, self._given = directory / "logs", list(given)
+        self._told: set[str] = set()
 
     def families(self) -> list[Metric]:
         """Ask all of them at once; return their families with a label that says whose they are, and who answered."""
@@ -153,19 +154,28 @@ class Targets:
         wait(asked, max(until - time.monotonic(), 0.0))
         engines: set[str] = set()
         for router, url in asked.items():
-            is_up = router.done() and router.exception() is None
+            is_up = self._has_answered(router, url)
             up.add_metric(["router", url], is_up)
             engines |= set(router.result(0)) if is_up else set()
         texts |= {threads.submit(text_of, f"{url}/metrics"): {"engine": url} for url in sorted(engines)}
         wait(texts, max(until - time.monotonic(), 0.0))
         threads.shutdown(wait=False, cancel_futures=True)
         for text, label in texts.items():
-            is_up = text.done() and text.exception() is None
+            is_up = self._has_answered(text, next(iter(label.values())))
             if is_up:
                 add_families(found, text.result(0), label)
             if url := label.get("engine", ""):
                 up.add_metric(["engine", url], is_up)
         return [*found.values(), up]
+
+    def _has_answered(self, answer: Future[Any], url: str) -> bool:
+        """Whether an answer came; why not is logged, once for each address and kind of error."""
+        is_there = answer.done() and not answer.cancelled()
+        error = answer.exception() if is_there else TimeoutError(f"no answer in {ALL_S:.0f} s")
+        if error is not None and (what := f"{url} {type(error).__name__}") not in self._told:
+            self._told.add(what)
+            logger.warning("%s is left out of a scrape: %s", url, error)
+        return error is None
 
     def _routers(self) -> Iterator[tuple[str, str | None]]:
         """Yield (address, address of its metrics) of each router."""
@@ -243,6 +253,7 @@ class RunCollector:
 def main(directory: str, host: str, port: str, *routers: str) -> None:
     """Serve until this process is ended."""
     os.nice(10)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     collected = CollectorRegistry(auto_describe=False)
     collected.register(RunCollector(Path(directory), routers))
     _, thread = start_http_server(int(port), addr=host, registry=collected)

@@ -48,7 +48,7 @@ from slime.ray.schedule import Attempt, ExitRequest, attempts
 from slime.ray.utils import get
 from slime.rollout.sampling.weight_versions import SyncSchedule
 from slime.utils.errors import UsageError
-from slime.utils.http.api_keys import command_line_without_secrets
+from slime.utils.http.api_keys import command_line_without_secrets, use_keys
 from slime.utils.misc import url_host
 
 logger = logging.getLogger(__name__)
@@ -171,6 +171,7 @@ class RunLifetime:
             command.append(f"http://{router}:{self.args.sglang_router_port}")
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         log, environment = directory / "logs" / "prometheus.log", os.environ | {"PYTHONPATH": path}
+        use_keys(vars(self._parts.args).get("run_keys"), environment)  # routers and engines ask for them
         registry().start(command, name="prometheus endpoint", log_path=log, env=environment)
         logger.info("Prometheus scrapes this run at http://%s:%d/metrics", url_host(host), port)
 

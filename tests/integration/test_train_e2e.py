@@ -1,13 +1,21 @@
-"""train_async.py from start to end, without --colocate."""
+"""train_async.py from start to end, without --colocate, scraped as Prometheus would."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from tests.integration.launch import Run, grpo_flags, make_model, train, write_prompts
+from tests.unit.test_prometheus import names_on_the_board
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -19,7 +27,38 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def run(inputs: list[object], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def scraped() -> Iterator[tuple[int, set[str]]]:
+    """A free port, and the names of all metrics that are shown there, with "up engine" where an engine answered.
+
+    Prometheus asks every few seconds; a run as short as this one is asked more often.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    names: set[str] = set()
+    is_over = threading.Event()
+
+    def scrape() -> None:
+        while not is_over.wait(0.5):
+            with contextlib.suppress(requests.RequestException):
+                text = requests.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text
+                samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+                names.update(sample.name for sample in samples)
+                names.update(f"up {sample.labels['kind']}" for sample in samples if is_target_up(sample))
+
+    thread = threading.Thread(target=scrape)
+    thread.start()
+    yield port, names
+    is_over.set()
+    thread.join(30)
+
+
+def is_target_up(sample: Sample) -> bool:
+    return sample.name == "slime_target_up" and sample.value == 1
+
+
+@pytest.fixture(scope="module")
+def run(inputs: list[object], scraped: tuple[int, set[str]], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The fully async rollout: few and long responses, which take far longer than to train on them and to sync."""
     out = tmp_path_factory.mktemp("async") / "out"
     prompts = inputs[inputs.index("--prompt-data") + 1]
@@ -31,7 +70,8 @@ def run(inputs: list[object], tmp_path_factory: pytest.TempPathFactory) -> Run:
         "--eval-interval", 1, "--eval-prompt-data", "digits", prompts, "--eval-max-response-len", 4,
         "--rollout-sample-hook-path", "tests.integration.user_code:log_length",
         "--custom-rollout-log-function-path", "tests.integration.user_code:log_own",
-        "--save-debug-rollout-data", out / "dump" / "{rollout_id}.pt", script="train_async.py",
+        "--save-debug-rollout-data", out / "dump" / "{rollout_id}.pt", "--prometheus-port", scraped[0],
+        script="train_async.py",
     )  # fmt: skip
 
 
@@ -78,6 +118,15 @@ def test_metrics_of_hooks_and_of_a_log_function_are_beside_those_of_the_run(run:
 def test_evaluations_in_the_background_are_logged_at_their_own_steps(run: Run):
     assert run.column("eval/step", "eval/step") == [0, 1, 2, 3]
     assert all(0 <= score <= 1 for score in run.column("eval/digits", "eval/step"))
+
+
+def test_each_query_of_the_grafana_board_finds_its_metric_at_the_runs_one_target(
+    run: Run, scraped: tuple[int, set[str]]
+):
+    names = scraped[1]
+    assert names_on_the_board() - names == set()
+    assert {"up router", "up engine"} <= names
+    assert any(name.startswith("slime_eval_") for name in names), "what the board finds by a pattern"
 
 
 def test_every_rollout_leaves_one_line_of_each_family(run: Run):

@@ -54,14 +54,15 @@ def test_a_run_without_files_has_an_endpoint(tmp_path: Path):
 
 
 class Server:
-    """Answers with a text at each path, as slowly as it is told."""
+    """Answers with a text at each path, as slowly as it is told, and to nobody without its key."""
 
-    def __init__(self, answers: dict[str, str], *, after_s: float = 0.0) -> None:
+    def __init__(self, answers: dict[str, str], *, after_s: float = 0.0, key: str | None = None) -> None:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 time.sleep(after_s)
-                content = answers.get(self.path, "").encode()
-                self.send_response(200 if content else 404)
+                is_known = key is None or self.headers["Authorization"] == f"Bearer {key}"
+                content = answers.get(self.path, "").encode() if is_known else b""
+                self.send_response(200 if content else 404 if is_known else 401)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
@@ -100,6 +101,28 @@ def test_engines_that_answer_are_there_with_their_name_and_a_hanging_one_is_down
         server.server.server_close()
 
 
+def test_a_router_that_asks_for_its_key_gets_it_and_one_that_refuses_is_told_of_once(
+    tmp_path: Path, monkeypatch, caplog
+):
+    engine = Server({"/metrics": "sglang:num_running_reqs 2\n"})
+    router = Server({"/workers": json.dumps({"workers": [{"url": engine.url}]})}, key="secret of the run")
+    collector = prometheus.RunCollector(tmp_path, [router.url])
+    monkeypatch.setenv("SLIME_API_KEY", "another")
+    for _ in range(2):
+        up = [
+            sample for family in collector.collect() for sample in family.samples if sample.name == "slime_target_up"
+        ]
+        assert [(sample.labels["kind"], sample.value) for sample in up] == [("router", 0)]
+    [message] = [record.getMessage() for record in caplog.records]
+    assert router.url in message and "401" in message
+    monkeypatch.setenv("SLIME_API_KEY", "secret of the run")
+    samples = [sample for family in collector.collect() for sample in family.samples]
+    assert [sample.value for sample in samples if sample.name == "sglang:num_running_reqs"] == [2]
+    for server in (engine, router):
+        server.server.shutdown()
+        server.server.server_close()
+
+
 def test_flags_of_the_endpoint_that_cannot_work_or_have_no_effect(base: dict[str, list[str]]):
     args = parse_args(argv=line(base, "--prometheus-port 9400"))
     assert args.sglang_overrides["enable_metrics"] is True and args.prometheus_host == "127.0.0.1"
@@ -110,10 +133,10 @@ def test_flags_of_the_endpoint_that_cannot_work_or_have_no_effect(base: dict[str
 
 
 def names_on_the_board() -> set[str]:
-    """The metrics that the board's queries ask for by name."""
+    """The metrics that the board's queries ask for by their whole name."""
     board = json.loads((ROOT / "docs/grafana/slime.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    return {name for query in queries for name in re.findall(r"\b(?:slime_\w+|sglang:\w+)", query)}
+    return {name for query in queries for name in re.findall(r"\b(?:slime_|sglang:)\w*[^\W_]\b", query)}
 
 
 def test_the_board_is_one_that_grafana_imports():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -65,15 +65,20 @@ def make_keys(*, is_wanted: bool, router: str | None = None, engine: str | None 
     return RunKeys(router or engine, engine)
 
 
-def use_keys(keys: RunKeys | None) -> None:
-    """Have this process, and what it starts, know the keys of its run; None changes nothing."""
+def use_keys(keys: RunKeys | None, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have this process, and what it starts, know the keys of its run; None changes nothing.
+
+    Args:
+        keys: of the run.
+        environment: of another process, to have that one know them.
+    """
     if keys is None:
         return
     for name, key in ((ROUTER_ENV, keys.router), (ENGINE_ENV, keys.engine)):
         if key:
-            os.environ[name] = key
+            environment[name] = key
         else:
-            os.environ.pop(name, None)
+            environment.pop(name, None)
 
 
 def protect(url: str, key: str | None) -> None:
