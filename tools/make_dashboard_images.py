@@ -294,8 +294,8 @@ def save(picture: bytes, path: Path) -> None:
 def main() -> int:
     """Make the run, serve it, take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("docs/images/dashboard"))
-    parser.add_argument("--chromium", default="/usr/bin/chromium")
+    parser.add_argument("--output", type=Path, default=Path("docs/images/dashboard"), help="directory of the pictures")
+    parser.add_argument("--chromium", default="/usr/bin/chromium", help="the browser that takes them")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:

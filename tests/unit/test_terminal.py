@@ -15,13 +15,14 @@ import pyte
 
 DEADLINE_S = 60.0
 RUN = """
-import logging, os, sys, threading, time
+import logging, os, signal, sys, threading, time
 from pathlib import Path
 from slime.observability import phases as module
 from slime.observability.console import ConsoleSink
 from slime.observability.logging_utils import configure_logger
 from slime.observability.phases import Phases
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background may have it ignored
 module.PERIOD_S = 0.02
 go = Path(sys.argv[1])
 configure_logger()

@@ -110,6 +110,7 @@ ALLOWED: dict[tuple[str, str, str], str] = {
     ("slime/conversion/writer.py", "run_in_threads", "one.result"): FINISHED,
     ("slime/utils/external_utils/command_utils.py", "_finish", "process.wait"): "a command that a person started",
     ("slime/utils/misc.py", "exec_command", "subprocess.run"): "a command that a person started, of any length",
+    ("slime/dashboard/app.py", "_tokenizer", "read.result"): FINISHED,
     ("slime/plan/render.py", "render", "captured.get"): "rich's text",
     ("slime/processes/isolation/init.py", "main", "control.recv"): "the socket closes when its owner ends",
     ("slime/processes/isolation/init.py", "_start", "os.waitpid"): "for a process that ends with the owner",
