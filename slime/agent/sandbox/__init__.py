@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from slime.agent.sandbox.access import GatewayAccess
-from slime.agent.sandbox.results import ExecResult, SandboxError, SandboxTimeout
+from slime.agent.sandbox.results import TMP, ExecResult, SandboxError, SandboxTimeout
 
 if TYPE_CHECKING:
     from slime.agent.sandbox.docker import DockerSandbox
@@ -137,8 +137,8 @@ async def exec_and_wait(
     Returns:
         Its exit code, EXIT_TIME_BUDGET_EXCEEDED where the budget was over, and output.
     """
-    script, lock, done = f"/tmp/.{tag}.sh", f"/tmp/.{tag}.spawned", f"/tmp/.{tag}.done"
-    leader, out = f"/tmp/.{tag}.pid", out_file or f"/tmp/.{tag}.out"
+    script, lock, done = f"{TMP}/.{tag}.sh", f"{TMP}/.{tag}.spawned", f"{TMP}/.{tag}.done"
+    leader, out = f"{TMP}/.{tag}.pid", out_file or f"{TMP}/.{tag}.out"
     lines = ["#!/bin/bash", f"echo $$ > {leader}"]
     if workdir:
         lines += [f"cd {shlex.quote(workdir)}", f"export HOME=/home/{user}"]

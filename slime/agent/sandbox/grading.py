@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Protocol
 
-from slime.agent.sandbox.results import ExecResult, SandboxError, SandboxTimeout
+from slime.agent.sandbox.results import TMP, ExecResult, SandboxError, SandboxTimeout
 
 # What Python and pytest run or read by themselves, wherever it lies: an agent's are not taken over.
 STARTUP_FILES = (
@@ -94,7 +94,7 @@ async def take_diff(sandbox: GradingSandbox, workdir: str, *, base: str = "HEAD"
     """
     await sandbox.kill_all()
     left_out = " ".join(shlex.quote(f":(exclude,glob){pattern}") for pattern in exclude)
-    path = f"/tmp/.diff-{secrets.token_hex(8)}"
+    path = f"{TMP}/.diff-{secrets.token_hex(8)}"
     # Settings of the agent's that would run a program or change the patch do not count.
     git = f"git -C {shlex.quote(workdir)} -c core.fsmonitor= -c core.hooksPath=/dev/null -c diff.noprefix=false"
     show = f"diff --no-ext-diff --no-textconv --binary {shlex.quote(base)} -- . {left_out}"
@@ -133,7 +133,7 @@ async def grade_tests(
         return Grade(False, "the changes do not apply")
     for path, text in originals.items():
         await sandbox.write_file(str(PurePosixPath(workdir) / path), text)
-    at = f"/tmp/.grade-{secrets.token_hex(8)}"
+    at = f"{TMP}/.grade-{secrets.token_hex(8)}"
     await sandbox.write_file(f"{at}/slime_reporter.py", _REPORTER.format(path=f"{at}/report.json"))
     # -P and -I are not possible: tests import the repository. The reporter's directory comes before it.
     command = (
@@ -149,7 +149,7 @@ async def grade_tests(
 
 
 async def _apply(sandbox: GradingSandbox, workdir: str, diff: str) -> bool:
-    path = f"/tmp/.patch-{secrets.token_hex(8)}"
+    path = f"{TMP}/.patch-{secrets.token_hex(8)}"
     await sandbox.write_file(path, diff)
     left_out = " ".join(f"--exclude={shlex.quote(f'{at}{name}')}" for name in STARTUP_FILES for at in ("", "**/"))
     code, _, _ = await sandbox.exec(f"git -C {shlex.quote(workdir)} apply {left_out} {path}")

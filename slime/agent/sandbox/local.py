@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from slime.agent.sandbox.access import GatewayAccess, GatewayDoor
 from slime.agent.sandbox.results import (
+    TMP,
     ExecResult,
     PipeReader,
     SandboxError,
@@ -48,7 +49,7 @@ _SHOWN = (
     "/etc/ssl/certs",
     "/etc/ssl/openssl.cnf",
 )
-_COVERED = ("/tmp", "/home", "/dev", "/proc")
+_COVERED = (TMP, "/home", "/dev", "/proc")
 _BASH = "/bin/bash"
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _LEAST_MB = 64

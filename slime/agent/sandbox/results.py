@@ -14,6 +14,7 @@ OUTPUT_BYTES = 1 << 20
 OPEN_S = 300.0  # the longest that a backend takes to make a sandbox
 FILE_BYTES = 256 << 20
 SERVER_KEY_ENV = "SLIME_SANDBOX_KEY"
+TMP = "/tmp"  # nosec B108: of a sandbox, which has its own
 USERS = ("root", "agent")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 T = TypeVar("T")
@@ -120,7 +121,7 @@ def user_environment(user: str, env: Mapping[str, str] | None, workdir: str) -> 
         "USER": user,
         "PWD": workdir,
         "LANG": "C.UTF-8",
-        "TMPDIR": "/tmp",
+        "TMPDIR": TMP,
         # /etc is read-only: `git config --system` writes here.
         "GIT_CONFIG_SYSTEM": "/home/.gitconfig",
     }

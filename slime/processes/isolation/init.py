@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 WATCH_S = 0.05
 # Every file system of the sandbox that can be written is a part of one of bounded size.
-_WRITABLE = {"tmp": "/tmp", "home": "/home", "shm": "/dev/shm"}
+_WRITABLE = {"tmp": "/tmp", "home": "/home", "shm": "/dev/shm"}  # nosec B108
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _FILES = {
     "/etc/passwd": "root:x:1000:1000::/home/root:/bin/bash\nagent:x:1000:1000::/home/agent:/bin/bash\n",
@@ -103,7 +103,7 @@ def build_root(
     settings: dict[str, Any], shown: list[tuple[str, int]], devices: list[tuple[str, int]], refusals: Refusals
 ) -> None:
     """Make a root directory of read-only views and one writable file system of bounded size, and enter it."""
-    root = "/tmp"  # Any directory: it is covered in this mount namespace alone.
+    root = "/tmp"  # nosec B108: any directory: it is covered in this mount namespace alone.
     kernel.mount_private_tmpfs(root, "size=4m,mode=755")
     for path, descriptor in shown:
         _show(path, descriptor, root)
@@ -123,7 +123,7 @@ def build_root(
         kernel.bind(f"{root}/data/{name}", root + path)
     for user in ("agent", "root"):
         os.makedirs(f"{root}/home/{user}")
-    os.chmod(f"{root}/tmp", 0o1777)
+    os.chmod(f"{root}/tmp", 0o1777)  # nosec B103 B108: as on every host
     kernel.unmount(f"{root}/data")
     os.rmdir(f"{root}/data")
     os.makedirs(f"{root}/proc")
