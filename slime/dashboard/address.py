@@ -42,7 +42,10 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         OSError: the address cannot be used.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except UnicodeError as error:  # such as a..b
+        raise OSError(f"{host!r} is no name of a host") from error
     listening = socket.socket(family, kind, protocol)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,10 +87,17 @@ def lines_for_user(host: str, port: int, token: str, environment: Mapping[str, s
     lines = [f"dashboard: http://{shown}:{port}/?token={token}"]
     if not is_local or environment.keys() & {"SSH_CONNECTION", "SLURM_JOB_ID"}:
         target = LOOPBACK if is_local or shown == socket.gethostname() else shown
-        user = f"{getpass.getuser()}@{socket.gethostname()}"
+        user = f"{_user()}@{socket.gethostname()}"
         lines.append(f"from another machine: ssh -L {port}:{target}:{port} {user}")
         lines.append(f"    and open http://{LOOPBACK}:{port}/?token={token}")
     return lines
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user need not be in /etc/passwd
+        return str(os.getuid())
 
 
 def start_beside_run(directory: Path, host: str, port: int) -> None:

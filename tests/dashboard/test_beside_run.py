@@ -102,3 +102,16 @@ def test_a_run_writes_down_its_flags_without_secrets_and_its_phases(tmp_path: Pa
     assert (start["flags"]["lr"], start["flags"]["path"], start["pid"]) == (1e-3, "x", os.getpid())
     assert "secret" not in json.dumps(start)
     assert [(event["event"], event["phase"]) for event in (begin, end)] == [("begin", "train"), ("end", "train")]
+
+
+def test_a_host_that_is_none_and_a_user_without_a_name_end_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def nobody() -> str:
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    address.start_beside_run(tmp_path, "a..b", 0)
+    assert "no dashboard" in caplog.text and "a..b" in caplog.text
+    monkeypatch.setattr("getpass.getuser", nobody)
+    lines = address.lines_for_user("127.0.0.1", 1, "t", {"SSH_CONNECTION": "x"})
+    assert f" {os.getuid()}@" in lines[1]
