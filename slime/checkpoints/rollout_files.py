@@ -184,7 +184,11 @@ def prune(directory: Path, rule: KeepRule) -> None:
 
 
 def forget(directory: Path, rollout_id: int) -> None:
-    """Remove what an earlier attempt has left of a training rollout that is made again, the trainer's columns too."""
+    """Remove what an earlier attempt has left of a training rollout that is made again, and of all after it.
+
+    The trainer's columns go too, and so do evaluations of weights that the new attempt does not have yet: to
+    `KeepRule` they would be the newest, and what is made now the first to go.
+    """
     for file in record_files(directory):
-        if file.rollout_id == rollout_id and file.kind != "eval":
+        if file.rollout_id >= rollout_id + (file.kind == "eval"):
             file.path.unlink(missing_ok=True)

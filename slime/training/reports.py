@@ -18,6 +18,7 @@ null: nothing is computed for the record alone. The loss's first pass gives log-
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,11 +32,13 @@ from slime.algorithms.aggregation import token_weights, weighted_sum
 from slime.checkpoints.dumps import save_dump
 from slime.checkpoints.rollout_files import DIRECTORY, KeepRule, trainer_path, write_tables
 from slime.config.args import Args
-from slime.observability.rollout_records.recorder import RecordWriter
+from slime.observability.rollout_records.recorder import RecordWriter, index_of
 from slime.observability.rollout_records.schema import PER_TOKEN, PLAIN_TRAINER, TRAINER, table_of
 from slime.training.micro_batches import SCHEDULE_KEYS, MicroBatches
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.flops_utils import calculate_fwd_flops, calculate_prediction_flops, calculate_train_flops
+
+logger = logging.getLogger(__name__)
 
 NOT_LOGGED = ("tokens", "loss_masks", "sample_indices", "rollout_ids", "rollout_mask_sums")
 FORWARD_PASSES = ("log_probs", "ref_log_probs", "teacher_log_probs")
@@ -237,19 +240,17 @@ class TrainerRecorder:
     """Writes the file of one rank (--keep-rollouts).
 
     Args:
-        args: reads `output_dir`, `keep_rollouts` and `actor_num_gpus_per_node`.
+        args: reads `output_dir` and `keep_rollouts`.
         rank: among all trainer ranks.
     """
 
     def __init__(self, args: Args, rank: int) -> None:
         rule = KeepRule.parse(args.keep_rollouts)
-        self._rank, self._writer = rank, None
-        if rule.records:
-            is_first_of_host = rank % args.actor_num_gpus_per_node == 0
-            self._writer = RecordWriter(Path(args.output_dir) / DIRECTORY, rule, prunes=is_first_of_host)
+        self._rank, self._has_failed = rank, False
+        self._writer = RecordWriter(Path(args.output_dir) / DIRECTORY, rule) if rule.records else None
 
     def record(self, rollout_id: int, micro_batches: MicroBatches, layout: Mapping[str, int]) -> None:
-        """Copy this rank's columns to the host and have them written.
+        """Copy this rank's columns to the host and have them written; a failure is logged once.
 
         Args:
             rollout_id: which.
@@ -260,12 +261,21 @@ class TrainerRecorder:
         is_last_stage = layout["pp_rank"] == layout["pp_size"] - 1
         if self._writer is None or layout["tp_rank"] or layout["cp_rank"] or not is_last_stage:
             return
+        try:
+            self._submit(self._writer, rollout_id, micro_batches)
+        except Exception:  # the ranks that record nothing would wait for this one in their next collective
+            if not self._has_failed:
+                self._has_failed = True
+                logger.exception("training on rollout %d is not recorded; the run goes on", rollout_id)
+
+    def _submit(self, writer: RecordWriter, rollout_id: int, micro_batches: MicroBatches) -> None:
         columns = {name: found for name in PER_TOKEN if (found := host_column(micro_batches, name)) is not None}
         data = micro_batches.rollout_data
-        keys = [(place, int(index)) for place, index in zip(data["partition"], data["sample_indices"], strict=True)]
-        path = trainer_path(self._writer.directory, rollout_id, self._rank)
+        places = zip(data["partition"], data["sample_indices"], strict=True)
+        keys = [(place, index_of(place, index)) for place, index in places]
+        path = trainer_path(writer.directory, rollout_id, self._rank)
         write = partial(_write_record, path, keys, columns, rank=self._rank, recorded=data.get("recorded_indices"))
-        self._writer.submit("rollout", f"training on rollout {rollout_id}", write)
+        writer.submit("rollout", f"training on rollout {rollout_id}", write)
 
     def finish(self) -> None:
         """Wait until everything is written."""

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from slime.checkpoints.dumps import load_dump
-from slime.checkpoints.rollout_files import samples_path, write_tables
+from slime.checkpoints.rollout_files import samples_path, trainer_path, write_tables
 from slime.observability.rollout_records import RolloutFile, RolloutRecords
 from slime.observability.rollout_records.schema import PLAIN, SAMPLES, sample_tables
+from slime.training.reports import TrainerRecorder
 from slime.utils.types import Sample
 from tests.integration.trainer_world import NUM_SAMPLES, make_train_data, train, trainer_args
 
@@ -58,3 +59,24 @@ def test_only_recorded_samples_are_written(hf_path: Path, tmp_path: Path, monkey
     train(trainer_args(hf_path, keep_rollouts="all", output_dir=str(tmp_path)), leave)
     file = record(tmp_path)
     assert {i for i in range(NUM_SAMPLES) if file.sample(i)["log_probs"] is not None} == kept
+
+
+def test_what_cannot_be_recorded_ends_no_rank(hf_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = TrainerRecorder(trainer_args(hf_path, keep_rollouts="all", output_dir=str(tmp_path)), 0)
+    layout = {"tp_rank": 0, "cp_rank": 0, "pp_rank": 0, "pp_size": 1}
+    for rollout_id in range(2):
+        recorder.record(rollout_id, None, layout)  # type: ignore[arg-type]
+    recorder.finish()
+    assert ["rollout 0 is not recorded" in line.getMessage() for line in caplog.records] == [True]
+
+
+def test_a_pipelines_last_stage_prunes_what_it_writes(hf_path: Path, tmp_path: Path) -> None:
+    recorder = TrainerRecorder(trainer_args(hf_path, keep_rollouts="last:1", output_dir=str(tmp_path)), 1)
+    writer = recorder._writer
+    assert writer is not None
+    writer.directory.mkdir()
+    for rollout_id in range(2):
+        path = trainer_path(writer.directory, rollout_id, 1)
+        writer.submit("rollout", path.name, path.touch)
+    recorder.finish()
+    assert [path.name for path in writer.directory.iterdir()] == ["00001.train.rank1.parquet"]

@@ -29,7 +29,7 @@ from slime.checkpoints.rollout_files import (
 from slime.config.args import Args
 from slime.config.flags.run import ObservabilityFlags
 from slime.observability.rollout_records import LIST_COLUMNS, RolloutRecords
-from slime.observability.rollout_records.recorder import MOST_AT_ONCE, RecordWriter, SampleRecorder, chosen
+from slime.observability.rollout_records.recorder import MOST_AT_ONCE, RecordWriter, SampleRecorder, chosen, index_of
 from slime.observability.rollout_records.schema import (
     MAX_TEXT,
     PER_TOKEN,
@@ -375,3 +375,50 @@ def test_a_full_disk_costs_a_line_and_not_the_run(tmp_path: Path, caplog: pytest
     writer.finish(60)
     first, total = (record.getMessage() for record in caplog.records)
     assert "rollout 0 is not recorded" in first and "No space left" in first and "2 records" in total
+
+
+def test_rollouts_of_a_lost_attempt_do_not_push_out_those_made_now(tmp_path: Path) -> None:
+    for rollout_id in range(480, 500):
+        write(tmp_path, rollout_id, [a_sample(0)])
+        write_trainer(tmp_path, rollout_id, 0, [(0, 0)])
+    for step in (400, 480):
+        write(tmp_path, step, [a_sample(0)], evaluation=True)
+    recorder = recorder_of(tmp_path, keep_rollouts="last:20")
+    for rollout_id in (400, 401):
+        recorder.rollout(rollout_id, [a_sample(0)])
+        recorder._writer._pending["rollout"][-1].result(60)  # type: ignore[union-attr]
+    recorder.finish(60)
+    left = sorted((file.rollout_id, file.kind) for file in record_files(tmp_path / "rollouts"))
+    assert left == [(400, "eval"), (400, "samples"), (401, "samples")]
+
+
+def test_what_cannot_be_removed_ends_no_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(directory: Path, rollout_id: int) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("slime.observability.rollout_records.recorder.forget", refuse)
+    recorder = recorder_of(tmp_path)
+    for rollout_id in range(2):
+        recorder.rollout(rollout_id, [a_sample(0)])
+        recorder._writer._pending["rollout"][-1].result(60)  # type: ignore[union-attr]
+    recorder.finish(60)
+    assert RolloutRecords(tmp_path).rollouts() == [0, 1]
+    assert ["Permission denied" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_write_that_fails_makes_room_all_the_same(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    for rollout_id in range(3):
+        write(tmp_path, rollout_id, [a_sample(0)])
+    writer = RecordWriter(tmp_path / "rollouts", KeepRule(last=1))
+    writer.submit("rollout", "rollout 3", fail)
+    writer.finish(60)
+    assert RolloutRecords(tmp_path).rollouts() == [2]
+
+
+def test_an_index_that_is_no_number_is_the_place() -> None:
+    assert [index_of(3, index) for index in (7, np.int64(7), None, "x")] == [7, 7, 3, 3]

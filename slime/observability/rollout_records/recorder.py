@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 
 from slime.checkpoints.rollout_files import (
@@ -38,12 +39,11 @@ class RecordWriter:
     Args:
         directory: of the run's records.
         rule: which of them stay.
-        prunes: False where another process of this host removes what does not stay.
     """
 
-    def __init__(self, directory: Path, rule: KeepRule, *, prunes: bool = True) -> None:
+    def __init__(self, directory: Path, rule: KeepRule) -> None:
         self.directory = directory
-        self._rule, self._prunes = rule, prunes
+        self._rule = rule
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-records")
         self._pending: dict[str, list[Future[None]]] = defaultdict(list)
         self._num_lost = 0
@@ -78,8 +78,9 @@ class RecordWriter:
             logger.error("%d records of rollouts in all were not written to %s", self._num_lost, self.directory)
 
     def _write(self, write: Callable[[], None]) -> None:
-        write()
-        if self._prunes:
+        try:
+            write()
+        finally:  # on a full disk, too: what goes may make the room
             prune(self.directory, self._rule)
 
     def _report(self, what: str, future: Future[None]) -> None:
@@ -102,23 +103,32 @@ class SampleRecorder:
         rule = KeepRule.parse(args.keep_rollouts)
         self._fraction, self._reward_key = args.rollout_record_fraction, args.reward_key
         self._writer = RecordWriter(Path(args.output_dir) / DIRECTORY, rule) if rule.records else None
+        self._has_warned = False
 
     def rollout(self, rollout_id: int, samples: Sequence[Sample]) -> frozenset[int] | None:
         """Record a training rollout.
 
         Returns:
-            `Sample.index` of those that are recorded (their place, where it is None); None: all of them.
+            `index_of` those that are recorded; None: all of them.
         """
         if self._writer is None:
             return None
         places = chosen(samples, self._fraction)
-        forget(self._writer.directory, rollout_id)
+        self._forget(self._writer.directory, rollout_id)
         placed: list[Placed] = [(place, samples[place], None) for place in places]
         self._submit("rollout", rollout_id, placed)
         if len(places) == len(samples):
             return None
-        indices = (samples[place].index for place in places)
-        return frozenset(place if index is None else index for place, index in zip(places, indices, strict=True))
+        return frozenset(index_of(place, samples[place].index) for place in places)
+
+    def _forget(self, directory: Path, rollout_id: int) -> None:
+        """Not in the thread: trainer ranks may write their files of this rollout before its turn comes."""
+        try:
+            forget(directory, rollout_id)
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("records of an earlier attempt stay in %s (%s); the run goes on", directory, error)
 
     def evaluation(self, step: int, samples: Mapping[str, Sequence[Sample]]) -> None:
         """Record an evaluation: data set -> its samples."""
@@ -140,6 +150,11 @@ class SampleRecorder:
         path = samples_path(self._writer.directory, rollout_id, evaluation=kind == "evaluation")
         write = partial(write_samples, path, placed, reward_key=self._reward_key)
         self._writer.submit(kind, f"{kind} {rollout_id}", write)
+
+
+def index_of(place: int, index: object) -> int:
+    """Return a sample's index, or its place in the rollout where a hook has left no whole number there."""
+    return int(index) if isinstance(index, Integral) else place
 
 
 def write_samples(path: Path, samples: Sequence[Placed], *, reward_key: str | None) -> None:

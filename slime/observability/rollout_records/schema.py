@@ -121,7 +121,7 @@ def _row(place: int, sample: Sample, dataset: str | None, reward_key: str | None
     return {
         "sample_id": place,
         "group_index": sample.group_index,
-        "index": sample.index,
+        "index": sample.index if isinstance(sample.index, int) else None,  # a hook may leave anything
         "rollout_id": sample.rollout_id,
         "dataset": dataset if dataset is not None else (None if source == "unknown" else source),
         "prompt": prompt[:MAX_TEXT],
