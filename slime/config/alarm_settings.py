@@ -17,7 +17,11 @@ from slime.utils.files.yaml_config import load_yaml, validate
 FLAG = "--alarms-config"
 OFF = "off"
 Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
+KEPT = 400
+"""Points of a metric that are remembered."""
+Count = Annotated[int, Field(ge=1, le=KEPT)]
+HalfCount = Annotated[int, Field(ge=1, le=KEPT // 2)]
+"""Where as many points before the last ones are looked at, too."""
 
 
 class _Thresholds(BaseModel):
@@ -45,7 +49,7 @@ class Jump(_Thresholds):
 
     factor: Positive
     at_least: Positive
-    steps: Count = 1
+    steps: HalfCount = 1
 
 
 class Collapse(_Thresholds):
@@ -60,13 +64,13 @@ class Falling(_Thresholds):
     """The last `rollouts` are lower than the best as many before them: by this share of it, and by twice the noise."""
 
     share: Positive = 0.25
-    rollouts: Count = 10
+    rollouts: HalfCount = 10
 
 
 class Flat(_Thresholds):
     """The last `rollouts` are within the noise of as many before them."""
 
-    rollouts: Count = 100
+    rollouts: HalfCount = 100
 
 
 class Growth(_Thresholds):

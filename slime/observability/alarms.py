@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from slime.config.alarm_settings import AlarmSettings, Below, Collapse, Falling, Flat, Growth, Jump, Level, Share
+from slime.config.alarm_settings import KEPT, AlarmSettings, Below, Collapse, Falling, Flat, Growth, Jump, Level, Share
 from slime.observability.console import short
 
-KEPT = 400
-"""Points of a metric that are remembered."""
 BEFORE = 20
 """Points before the newest that say what is usual; half of them must be there."""
 DOCS = "docs/alarms.md"
+ROLLOUT = "rollout/step"
 
 
 class Point(NamedTuple):
@@ -79,9 +78,12 @@ class Finding:
 
 
 def high(series: AllSeries, metric: str, limit: float, count: int) -> Finding | None:
-    """Whether the last `count` values are all at least `limit`."""
+    """Whether the values of the last `count` rollouts are all at least `limit`; each of them must have one."""
     points = series[metric].last(count) if metric in series else []
-    if not points or min(point.value for point in points) < limit:
+    if not points or points[-1].rollout - points[0].rollout >= count or min(point.value for point in points) < limit:
+        return None
+    newest = series[ROLLOUT].points[-1].rollout if ROLLOUT in series else points[-1].rollout
+    if not newest <= points[-1].rollout < newest + count:  # generation may be ahead of what is trained on
         return None
     return Finding(metric, points[0].rollout, {metric: points[-1].value, "limit": limit})
 
@@ -346,8 +348,9 @@ class AlarmWatch:
     def note(self, metrics: Mapping[str, float], step_key: str) -> None:
         """Take one record."""
         step = int(metrics[step_key])
-        if step_key == "rollout/step":
+        if step_key == ROLLOUT:
             self._rollout = step
+            self._series.setdefault(ROLLOUT, Series()).add(Point(step, step, step))
         for name, value in metrics.items():
             if name != step_key and value == value:  # NaN says nothing of a trend
                 self._series.setdefault(name, Series()).add(Point(step, float(value), self._rollout))
@@ -375,9 +378,9 @@ def replay(records: Iterable[Mapping[str, Any]], settings: AlarmSettings) -> lis
         step_key = record.get("step_key", "")
         if step_key not in record or "alarm" in record:
             continue
-        if step_key == "rollout/step" and rollout_id is not None and record[step_key] > rollout_id:
+        if step_key == ROLLOUT and rollout_id is not None and record[step_key] > rollout_id:
             alarms += watch.changes(rollout_id)
-        if step_key == "rollout/step":
+        if step_key == ROLLOUT:
             rollout_id = int(record[step_key])
         numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
         numbers.pop("time", None)

@@ -14,7 +14,7 @@ from slime.config.alarm_settings import AlarmSettings, alarm_settings
 from slime.config.parse import FLAG_CLASSES
 from slime.config.parser import defaults_of
 from slime.observability import logging_utils
-from slime.observability.alarms import DOCS, RULES, replay
+from slime.observability.alarms import DOCS, RULES, AlarmWatch, replay
 from slime.utils.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,7 +133,17 @@ def test_a_file_changes_thresholds(tmp_path: Path) -> None:
     assert alarm_settings("off") is None and alarm_settings(None) == DEFAULT
 
 
-@pytest.mark.parametrize("text", ["trunkated: {share: 1}", "truncated: {shares: 1}", "truncated: {share: -1}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "trunkated: {share: 1}",
+        "truncated: {shares: 1}",
+        "truncated: {share: -1}",
+        "truncated: {rollouts: 401}",  # more than are remembered
+        "reward_flat: {rollouts: 201}",
+        "reward_falling: {rollouts: 201}",
+    ],
+)
 def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "alarms.yaml"
     path.write_text(text)
@@ -195,3 +205,35 @@ def test_a_run_can_have_no_alarms(tmp_path: Path) -> None:
 def test_recorded_runs_raise_the_alarms_that_they_deserve(run: str, expected: list[str]) -> None:
     records = [json.loads(line) for line in (RECORDED / f"{run}.jsonl").read_text().splitlines()]
     assert [name for name, _ in begun(iter(records))] == expected
+
+
+def with_errors(rollouts: set[int], count: int = 12) -> Iterator[dict[str, Any]]:
+    """A steady run in which samples of these rollouts fail: the metric is logged in these alone."""
+    for record in run_of(count):
+        failed = record["step_key"] == "rollout/step" and record["rollout/step"] in rollouts
+        yield record | ({"rollout/sample_errors/timeout": 2.0} if failed else {})
+
+
+def test_failures_now_and_then_are_not_failures_in_each_rollout() -> None:
+    assert begun(with_errors({0, 2, 4, 6, 8, 10})) == []
+    assert begun(with_errors({3, 4, 5, 6, 7})) == [("failures", 3)]
+
+
+def test_failures_that_are_not_logged_any_more_are_over() -> None:
+    alarms = replay(with_errors({3, 4, 5, 6, 7}), DEFAULT)
+    assert [(alarm["state"], alarm["step"]) for alarm in alarms] == [("begun", 7), ("ended", 8)]
+
+
+def test_generation_may_be_a_rollout_ahead_of_training() -> None:
+    records = []
+    for rollout in range(10):
+        ahead = {"rollout/step": rollout + 1, "rollout/sample_errors/timeout": 2.0}
+        records += [{"step_key": "rollout/step", "time": 0.0, **ahead}]
+        records += [{"step_key": "rollout/step", "time": 0.0, "rollout/step": rollout, "perf/step_time": 1.0}]
+    watch = AlarmWatch(DEFAULT)
+    found = []
+    for record in records:
+        watch.note({name: value for name, value in record.items() if "/" in name}, "rollout/step")
+        if "perf/step_time" in record:
+            found += watch.changes(record["rollout/step"])
+    assert [(alarm["name"], alarm["state"], alarm["since"]) for alarm in found] == [("failures", "begun", 1)]
