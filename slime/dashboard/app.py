@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -103,11 +104,19 @@ class Api:
         runs = self._library.runs()
         for run in runs:
             run.refresh()
-        return answer({"runs": [pages.overview(run) for run in runs]})
+        lines = []
+        for run in runs:
+            with run.lock:
+                lines.append(pages.overview(run))
+        return answer({"runs": lines})
 
     def _compare(self, request: Request) -> Response:
         asked = request.query_params.get("runs", "").split(",")[:MOST_COMPARED]
-        return answer(pages.compare_page([run for run_id in asked if (run := self._library.find(run_id))]))
+        runs = [run for run_id in asked if (run := self._library.find(run_id))]
+        with contextlib.ExitStack() as locks:
+            for run in sorted(runs, key=lambda run: run.id):  # in one order, so that nobody waits for ever
+                locks.enter_context(run.lock)
+            return answer(pages.compare_page(runs))
 
     async def _events(self, request: Request) -> Response:
         wanted = request.query_params.get("runs", "").split(",")
@@ -131,7 +140,11 @@ class Api:
         changed = {}
         for run_id in wanted:
             run = self._library.find(run_id)
-            if run is not None and sent.get(run_id) != (version := (*run.version, run.status())):
+            if run is None:
+                continue
+            with run.lock:
+                version = (*run.version, run.status())
+            if sent.get(run_id) != version:
                 changed[run_id] = sent[run_id] = version
         return changed
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from slime.dashboard.files import Lines, is_inside
 from slime.dashboard.records import SampleFile, SampleFiles
 from slime.dashboard.series import Series
@@ -136,8 +138,8 @@ def _is_alive(start: dict[str, Any]) -> bool:
     if not isinstance(pid, int) or not isinstance(begun, int | float):
         return False
     try:
-        return os.stat(f"/proc/{pid}").st_ctime <= begun + 1.0
-    except OSError:
+        return psutil.Process(pid).create_time() <= begun + 1.0
+    except (psutil.Error, ValueError, OverflowError):  # it is gone, or no process has such a number
         return False
 
 

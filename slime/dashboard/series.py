@@ -89,12 +89,13 @@ class Series:
         time = self.last_time if time is None else time
         self.first_time, self.last_time = self.first_time or time, max(self.last_time, time)
         for name, value in record.items():
-            if name in ("step_key", "time", step_key) or not (value is None or isinstance(value, int | float)):
+            number = math.nan if value is None else _number(value, is_flag=True)
+            if name in ("step_key", "time", step_key) or number is None:
                 continue
             if name not in self.points and len(self.points) >= MOST_NAMES:
                 continue
             points = self.points.setdefault(name, Points(step_key))
-            points.add(self.num_records, step, time, math.nan if value is None else float(value))
+            points.add(self.num_records, step, time, number)
 
     def latest(self, name: str) -> float | None:
         """Return the newest value of a metric; None where there is none, or it is not finite."""
@@ -155,5 +156,11 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+def _number(value: Any, *, is_flag: bool = False) -> float | None:
+    """A value as a float; None where it is none, a bool that is not asked for, or too large for one."""
+    if not isinstance(value, int | float) or (isinstance(value, bool) and not is_flag):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None

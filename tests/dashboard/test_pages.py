@@ -127,3 +127,17 @@ def test_runs_are_compared_by_flags_metrics_and_problems(tmp_path: Path) -> None
     assert page["metrics"]["perf/step_time"] == [20.0, 20.0]
     assert [problem["prompt"] for problem in page["problems"]] == ["problem 1", "problem 0"]  # most different first
     assert client.get("/api/compare").json()["runs"] == []
+
+
+def test_a_set_with_a_hyphen_is_shown_and_what_is_known_of_a_set_is_none(tmp_path: Path) -> None:
+    values = {"eval/aime-2024": 0.5, "eval/aime-2024-truncated_ratio": 0.1, "eval/aime-2024-pass@4": 0.6}
+    values |= {"eval/aime-2024-failed_samples": 1.0, "eval/aime-2024/response_len/mean": 7.0}
+    write_lines(tmp_path / "metrics.jsonl", [{"step_key": "eval/step", "time": 1.0, "eval/step": 1, **values}])
+    assert list(page_of(tmp_path, "evaluation")["sets"]) == ["aime-2024"]
+
+
+def test_a_number_that_is_too_large_is_none(tmp_path: Path) -> None:
+    record = {"step_key": "train/step", "time": 1.0, "train/step": 1, "train/huge": 10**400, "train/loss": 2.0}
+    write_lines(tmp_path / "metrics.jsonl", [record, record | {"train/step": 10**400}])
+    metrics = page_of(tmp_path, "metrics")["metrics"]
+    assert list(metrics) == ["train/loss"] and metrics["train/loss"]["points"] == 1
