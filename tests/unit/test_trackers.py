@@ -8,6 +8,8 @@ import logging
 import math
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -395,3 +397,19 @@ def trackio_points(run: str, name: str) -> list[tuple[int, float]]:
     )
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     return [(step, value) for step, value in json.loads(printed.splitlines()[-1])]
+
+
+def test_a_driver_that_is_gone_ends_no_delivery() -> None:
+    program = (
+        "from slime.observability.trackers.writer import _say_to_driver\n"
+        "say = _say_to_driver()\n"
+        "input()\n"
+        "say('alive', ''); say('alive', '')\n"
+        "import os; os._exit(0)\n"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert writer.stdin is not None and writer.stdout is not None
+    writer.stdout.close()
+    writer.stdin.write(b"\n")
+    writer.stdin.close()
+    assert writer.wait(60) == 0

@@ -14,6 +14,7 @@ So a line is delivered at least once. Nothing waits in memory, and no tracker wa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -299,7 +300,7 @@ def _say_to_driver() -> Report:
     lock = threading.Lock()
 
     def say(kind: str, text: str) -> None:
-        with lock:
+        with lock, contextlib.suppress(OSError):  # a driver that was killed hears nothing
             pipe.write(json.dumps([kind, text]) + "\n")
             pipe.flush()
 
