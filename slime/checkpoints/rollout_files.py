@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from slime.processes.directories import open_new
+
 if TYPE_CHECKING:
     import pyarrow
 
@@ -60,7 +62,7 @@ def record_files(directory: Path) -> Iterator[RecordFile]:
 
 
 def write_tables(path: Path, schema: pyarrow.Schema, tables: Iterable[pyarrow.Table], *, plain: Sequence[str]) -> None:
-    """Write the rows of some tables so that readers see all of them or nothing.
+    """Write the rows of some tables so that readers see all of them or nothing; only this user can read the file.
 
     Args:
         path: its directory is made.
@@ -78,14 +80,17 @@ def write_tables(path: Path, schema: pyarrow.Schema, tables: Iterable[pyarrow.Ta
     lists = {field.name for field in schema if str(field.type).startswith("list")}
     repeating = [f"{name}.list.element" if name in lists else name for name in schema.names if name not in plain]
     try:
-        with parquet.ParquetWriter(
-            unfinished,
-            schema,
-            compression="zstd",
-            compression_level=1,
-            use_dictionary=repeating,
-            write_statistics=False,  # nobody skips row groups by them, and footers stay small
-        ) as writer:
+        with (
+            open_new(unfinished) as file,
+            parquet.ParquetWriter(
+                file,
+                schema,
+                compression="zstd",
+                compression_level=1,
+                use_dictionary=repeating,
+                write_statistics=False,  # nobody skips row groups by them, and footers stay small
+            ) as writer,
+        ):
             for table in tables:
                 writer.write_table(table, row_group_size=ROWS_PER_GROUP)
         unfinished.replace(path)

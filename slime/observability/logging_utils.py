@@ -140,10 +140,14 @@ class AppendedLines:
     """The file at `path`, made by the first line; a reader sees each line at once, and no part of one.
 
     Where the disk is full that is said once, and once how many lines were lost when there is room again.
+
+    Args:
+        path: the file.
+        mode: of a file that is made; the umask takes more away.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, mode: int = 0o666) -> None:
+        self._path, self._mode = path, mode
         self._num_lost = 0
 
     def write(self, line: str) -> None:
@@ -168,7 +172,10 @@ class AppendedLines:
         self._say_what_is_lost("the disk was full until the end")
 
     def _append(self, content: bytes) -> None:
-        with self._path.open("ab", buffering=0) as file:  # a buffer would keep what found no room, for later
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        with os.fdopen(
+            os.open(self._path, flags, self._mode), "ab", buffering=0
+        ) as file:  # a buffer would keep what found no room, for later
             size = os.fstat(file.fileno()).st_size
             left = memoryview(content)
             try:

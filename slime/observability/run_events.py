@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.processes.directories import PRIVATE
+
 FILE = "run_events.jsonl"
 
 
@@ -28,7 +30,7 @@ class RunEvents:
         from slime.observability.logging_utils import AppendedLines  # readers of FILE need none of it
 
         directory.mkdir(parents=True, exist_ok=True)
-        self._lines = AppendedLines(directory / FILE)
+        self._lines = AppendedLines(directory / FILE, mode=PRIVATE)
 
     def write(self, event: str, **values: Any) -> None:
         """Append an event; what is no JSON becomes its text."""

@@ -239,12 +239,33 @@ def test_the_forwarder_asks_for_its_key_and_gives_each_engine_the_engines(server
         ("--api-keys k1 k2 --x k1", "--api-keys *** *** --x k1"),
         ("--wandb-k parsed --x=parsed", "--wandb-k *** --x=***"),
         ('--config {"token":"inner"}', '--config {"token":"***"}'),
+        ('--train-env-vars {"HF_TOKEN":"hf-1","X":"plain"}', '--train-env-vars {"HF_TOKEN":"***","X":"plain"}'),
+        (
+            "--rm-url http://me:pw@host:1/x --y http://host:1/a@b",
+            "--rm-url http://me:***@host:1/x --y http://host:1/a@b",
+        ),
         ("--disable-api-key-per-run a --api-key-file path", "--disable-api-key-per-run a --api-key-file path"),
     ],
 )
 def test_a_command_line_is_shown_without_secrets(line: str, shown: str) -> None:
-    parsed = {"wandb_key": "parsed", "config": {"deep": {"auth_token": ["inner"]}}, "router_api_key": None}
+    parsed: dict[str, object] = {
+        "wandb_key": "parsed",
+        "config": {"deep": {"auth_token": ["inner"]}},
+        "router_api_key": None,
+    }
+    parsed["train_env_vars"] = {"HF_TOKEN": "hf-1", "X": "plain"}
     assert command_line_without_secrets(line.split(" "), parsed) == shown.split(" ")
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "OPENAI_KEY", "GH_PAT", "DB_PASS", "DB_PASSWORD", "MY_SECRET", "my_key"])
+def test_secret_variables_and_passwords_in_urls_are_not_shown(name: str) -> None:
+    values = {"train_env_vars": {name: "s", "PATH": "p", "KEYS": "k"}, "other": {"tool_key": "t"}}
+    values |= {"urls": ["https://me:pw@host/a", "http://host:1/b"]}
+    assert without_secrets(values) == {
+        "train_env_vars": {name: "***", "PATH": "p", "KEYS": "k"},
+        "other": {"tool_key": "t"},
+        "urls": ["https://me:***@host/a", "http://host:1/b"],
+    }
 
 
 def test_a_teacher_with_a_key_answers_only_who_sends_it(monkeypatch: pytest.MonkeyPatch) -> None:

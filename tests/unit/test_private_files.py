@@ -18,7 +18,12 @@ from slime.backends.sglang_utils import engine_patches
 from slime.backends.sglang_utils.disk_weights import LocalCheckpoint, RefusedError
 from slime.backends.sglang_utils.launch_server import hidden, write_launch_file
 from slime.checkpoints.dumps import save_dump
+from slime.checkpoints.rollout_files import samples_path
+from slime.observability.rollout_records.recorder import write_samples
+from slime.observability.run_events import RunEvents
+from slime.observability.trackers.state import FOLDER, RUN_FILE, write_json
 from slime.processes.directories import READABLE, make_own_directory, open_new, use_private_temp_dir
+from slime.utils.types import Sample
 
 
 def mode_of(path: str | Path) -> int:
@@ -143,3 +148,11 @@ def test_an_engine_leaves_no_mode_to_the_umask_of_its_starter(shared_temp_dir: P
     command = [sys.executable, "-c", script, str(tmp_path / "engine.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["0o77", str(shared_temp_dir / f"slime-tmp-{os.getuid()}")], done.stderr
+
+
+def test_what_a_run_records_of_itself_is_its_users_own(tmp_path: Path) -> None:
+    RunEvents(tmp_path).start("python train.py", None, {})
+    write_json(tmp_path / FOLDER / RUN_FILE, {})
+    write_samples(samples_path(tmp_path / "rollouts", 0), [(0, Sample(index=0), None)], reward_key=None)
+    for path in (tmp_path / "run_events.jsonl", tmp_path / FOLDER / RUN_FILE, samples_path(tmp_path / "rollouts", 0)):
+        assert mode_of(path) == 0o600

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.observability.trackers import ALARM_KEY, EVAL_SAMPLES_FILE, Step, Tracker
-from slime.processes.directories import METRICS_FILE
+from slime.processes.directories import METRICS_FILE, write_private
 
 FOLDER = "trackers"
 RUN_FILE = "run.json"
@@ -172,12 +172,12 @@ def _lines(path: Path, start: int) -> Iterator[tuple[int, Any]]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file that is whole at any moment.
+    """Write a file that is whole at any moment, and that only this user can read: flags are in it.
 
     Raises:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(value, default=str) + "\n")
+    write_private(partial, json.dumps(value, default=str) + "\n")
     os.replace(partial, path)

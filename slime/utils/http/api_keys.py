@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -130,6 +130,8 @@ def _server(url: str) -> str:
 _SECRET = re.compile(
     r"(^|_)(api_?keys?|access_?keys?|wandb_key|passwords?|passwd|secrets?|credentials?|auth_token)($|_)"
 )
+_OF_ENVIRONMENT = re.compile(r"(^|_)(token|key|pat|pass|password|secret)$")
+_IN_URL = re.compile(r"(?<=://)([^\s/@:\"']*):[^\s/@\"']+@")
 _PATHS = ("_path", "_file", "_dir")
 
 
@@ -139,13 +141,31 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET.search(plain)) and not plain.endswith((*_PATHS, "_per_run"))
 
 
+def _is_secret_variable(name: str) -> bool:
+    """Whether an environment variable (`HF_TOKEN`, `GITHUB_PAT`) holds a secret by its name."""
+    return is_secret(name) or bool(_OF_ENVIRONMENT.search(name.lower()))
+
+
+def _naming(name: str) -> Callable[[str], bool]:
+    """What says which names inside a flag's mapping are secret: variables (`--train-env-vars`) have shorter ones."""
+    return _is_secret_variable if name.lower().endswith("env_vars") else is_secret
+
+
 def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which the values of secret flags, also inside dictionaries, lists and plans of engines, are `***`."""
-    return {name: _shown(name, value) for name, value in values.items()}
+    """A copy in which secrets are `***`, also inside dictionaries, lists and plans of engines.
+
+    These are the values of secret flags and of secret variables in `*_env_vars`, and passwords in URLs.
+    """
+    return _without(values, is_secret)
+
+
+def _without(values: Mapping[str, Any], is_hidden: Callable[[str], bool]) -> dict[str, Any]:
+    return {name: _shown(name, value, is_hidden) for name, value in values.items()}
 
 
 def command_line_without_secrets(words: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """A copy of a command line in which what follows secret flags, and the values of secret flags, are `***`.
+    """A copy of a command line in which what follows secret flags, and the values that `without_secrets` hides,
+    are `***`.
 
     Args:
         words: of the command line.
@@ -171,26 +191,26 @@ def command_line_without_secrets(words: Sequence[str], values: Mapping[str, Any]
 def _masked(text: str, secrets: Sequence[str]) -> str:
     for secret in secrets:
         text = text.replace(secret, HIDDEN)
-    return text
+    return _IN_URL.sub(rf"\1:{HIDDEN}@", text)
 
 
-def _secrets(values: Mapping[str, Any]) -> set[str]:
+def _secrets(values: Mapping[str, Any], is_hidden: Callable[[str], bool] = is_secret) -> set[str]:
     found: set[str] = set()
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= _secrets({str(key): inner for key, inner in value.items()})
-        elif is_secret(name):
+            found |= _secrets({str(key): inner for key, inner in value.items()}, _naming(name))
+        elif is_hidden(name):
             found |= {str(one) for one in (value if isinstance(value, list | tuple) else [value]) if one}
     return found
 
 
-def _shown(name: str, value: Any) -> Any:
-    if is_secret(name) and value not in (None, "", False, [], ()):
+def _shown(name: str, value: Any, is_hidden: Callable[[str], bool]) -> Any:
+    if is_hidden(name) and value not in (None, "", False, [], ()):
         return HIDDEN
     if isinstance(value, Mapping):
-        return without_secrets({str(key): inner for key, inner in value.items()})
+        return _without({str(key): inner for key, inner in value.items()}, _naming(name))
     if is_dataclass(value) and not isinstance(value, type):
         return without_secrets({one.name: getattr(value, one.name) for one in fields(value) if one.repr})
     if isinstance(value, list | tuple):
-        return [_shown(name, inner) for inner in value]
-    return value
+        return [_shown(name, inner, is_hidden) for inner in value]
+    return _IN_URL.sub(rf"\1:{HIDDEN}@", value) if isinstance(value, str) else value
