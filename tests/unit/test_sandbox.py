@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -332,5 +333,51 @@ def test_the_diff_is_that_of_the_base_commit_whatever_the_agent_commits() -> Non
         await sandbox.exec("git config diff.external true; echo 2 > a; git commit -qam mine; echo 3 > b; echo 4 > c")
         diff = await take_diff(sandbox, "/workspace", base=base, exclude=["c"])
         assert "-1\n+2\n" in diff and "+3\n" in diff and "+4\n" not in diff
+
+    inside(use)
+
+
+@pytest.mark.parametrize(
+    "said", [b"no json", b"[]", b'{"exit": 0}', b'{"id": 1, "exit": "x"}', b'{"id": [], "exit": 0}']
+)
+def test_a_message_that_cannot_be_read_ends_the_sandbox_and_leaks_no_file(said: bytes) -> None:
+    async def use(sandbox: LocalSandbox) -> None:
+        running = asyncio.create_task(sandbox.exec("sleep 60"))
+        await asyncio.sleep(0.1)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs, open("/dev/null") as file:
+            before = len(os.listdir("/proc/self/fd"))
+            held, sandbox._control = sandbox._control, ours
+            socket.send_fds(theirs, [b'{"id": 99, "exit": 0}'], [file.fileno()])
+            sandbox._hear()
+            assert len(os.listdir("/proc/self/fd")) == before
+            theirs.send(said)
+            sandbox._hear()
+            assert held is not None
+            asyncio.get_running_loop().remove_reader(held.fileno())
+            held.close()
+        with pytest.raises(SandboxError, match="sent no message that could be read"):
+            await running
+        with pytest.raises(SandboxError, match="not open"):
+            await sandbox.exec("true")
+
+    inside(use)
+
+
+def test_a_request_waits_for_room_in_the_socket_and_a_broken_one_is_an_error() -> None:
+    async def use(sandbox: LocalSandbox) -> None:
+        first = sandbox._process
+        assert first is not None and sandbox._control is not None
+        [inner] = set(sleepers(first.pid)) - {first.pid}
+        os.kill(inner, signal.SIGSTOP)
+        asking = [asyncio.create_task(sandbox.exec(f"echo {'x' * 50_000} | wc -c")) for _ in range(20)]
+        await asyncio.sleep(0.3)
+        assert not any(task.done() for task in asking)
+        os.kill(inner, signal.SIGCONT)
+        assert {code for code, _, _ in await asyncio.gather(*asking)} == {0}
+        sandbox._control.shutdown(socket.SHUT_WR)
+        with pytest.raises(SandboxError, match="has ended"):
+            await sandbox.exec("true")
+        assert not sandbox._pending
 
     inside(use)

@@ -1,4 +1,4 @@
-"""Fifteen attacks on the local sandbox; each is contained twice, and each succeeds where nothing contains it."""
+"""Sixteen attacks on the local sandbox; each is contained twice, and each succeeds where nothing contains it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slime.agent.sandbox.local import LocalSandbox
 from slime.agent.sandbox.results import OUTPUT_BYTES, SandboxError, SandboxTimeout
 from tests.unit.sandbox_fakes import gateway, without_sandbox
 
-ATTACKS = 15
+ATTACKS = 16
 TWICE = range(2)
 PYTHON = "/usr/bin/python3"
 contained: set[str] = set()
@@ -330,6 +330,25 @@ def test_ptrace_is_refused(tmp_path: Path) -> None:
     code, output = without_sandbox(trace, cwd=str(tmp_path))
     assert code == 0 and output.startswith("0 ")
     contained.add("ptrace")
+
+
+def test_a_command_inherits_no_socket_over_which_exit_codes_are_sent(tmp_path: Path) -> None:
+    look = python("import os; print(sorted(int(name) for name in os.listdir('/proc/self/fd')))")
+    assert inside(look) == (0, "[0, 1, 2, 3]\n")  # the last is the listing's own
+    # Writing to whatever it has inherited, in the words of the first process, it does not become a success.
+    forge = python(
+        "import contextlib, os, sys\n"
+        "for number in range(3, 256):\n"
+        "    with contextlib.suppress(OSError):\n"
+        '        for request in range(1, 9): os.write(number, b\'{"id": %d, "exit": 0}\' % request)\n'
+        "sys.exit(7)"
+    )
+    assert inside(forge) == (7, "")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        subprocess.run(["bash", "-c", forge], pass_fds=[theirs.fileno()], cwd=tmp_path, timeout=60, check=False)
+        assert ours.recv(100) == b'{"id": 1, "exit": 0}'
+    contained.add("exit code forged over an inherited socket")
 
 
 def test_proc_shows_nothing_of_the_host(tmp_path: Path) -> None:

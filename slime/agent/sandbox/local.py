@@ -33,6 +33,7 @@ from slime.agent.sandbox.results import (
     user_environment,
 )
 from slime.processes.isolation.kernel import MESSAGE_BYTES
+from slime.processes.wait import wait_async
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class LocalSandbox:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._door: GatewayDoor | None = None
-        self._listeners: dict[int, int] = {}
+        self._listeners: dict[int, int | None] = {}  # request -> its socket, None before the answer
         self._pending: dict[int, asyncio.Future[int]] = {}
         self._requests = 0
         self._ready: asyncio.Future[dict[str, Any]] | None = None
@@ -126,7 +127,10 @@ class LocalSandbox:
                 self._process = _start(theirs.fileno())
             ours.setblocking(False)
             asyncio.get_running_loop().add_reader(ours.fileno(), self._hear)
-            self._accept(await asyncio.wait_for(self._ready, _START_S))
+            try:
+                self._accept(await asyncio.wait_for(self._ready, _START_S))
+            except TimeoutError:
+                raise SandboxError(f"a local sandbox was not ready within {_START_S:g} s") from None
             if self.gateway:
                 await self.connect(self.gateway)
             until_open.pop_all()
@@ -143,9 +147,18 @@ class LocalSandbox:
         """
         if self._door:
             raise SandboxError("the sandbox reaches a gateway already, under the key of another session")
-        number, future = self._ask(op="listen", port=gateway.port)
-        await future
-        self._door = GatewayDoor(gateway, socket.socket(fileno=self._listeners.pop(number)))
+        number, future = await self._ask(op="listen", port=gateway.port)
+        self._listeners[number] = None
+        try:
+            await self._within(_START_S, number, future, what=lambda: "listen")
+            if (listener := self._listeners[number]) is None:
+                raise SandboxError("the sandbox sent no socket that listens")
+            held = socket.socket(fileno=listener)
+            self._listeners[number] = None
+        finally:
+            if (left := self._listeners.pop(number)) is not None:
+                os.close(left)
+        self._door = GatewayDoor(gateway, held)
         await self._door.open()
 
     def _settings(self) -> dict[str, Any]:
@@ -201,40 +214,83 @@ class LocalSandbox:
             return
         except OSError:
             data, files = b"", []
-        if not data:
-            asyncio.get_running_loop().remove_reader(self._control.fileno())
-            self._control.close()
-            self._control = None
-            self._fail("the sandbox has ended: its first process is gone")
-            data = b'{"fatal": "the first process ended while it made the sandbox"}'
-        message = json.loads(data)
+        for file in files:
+            os.set_inheritable(file, False)
+        try:
+            if data:
+                self._take(json.loads(data), files)
+            else:
+                self._lose("its first process is gone")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            self._lose(f"its first process sent no message that could be read ({type(error).__name__})")
+        finally:
+            for file in files:  # those that nobody has asked for
+                os.close(file)
+
+    def _lose(self, why: str) -> None:
+        """Give up a sandbox whose first process cannot be talked to any more."""
+        assert self._control is not None and self._ready is not None
+        asyncio.get_running_loop().remove_reader(self._control.fileno())
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        self._control.close()
+        self._control = None
+        self._fail(f"the sandbox has ended: {why}")
+        if not self._ready.done():
+            self._ready.set_result({"fatal": f"{why}, while it made the sandbox"})
+
+    def _take(self, message: dict[str, Any], files: list[int]) -> None:
+        """Do what a message asks for, and take the files that were waited for."""
+        assert self._ready is not None
         if "ready" in message or "fatal" in message:
             if not self._ready.done():
                 self._ready.set_result(message)
-        elif "over_memory" in message:
+            return
+        if "over_memory" in message:
             self.killed_for_memory += 1
-            used, limit = message["over_memory"], self.limits["memory_mb"]
+            used, limit = int(message["over_memory"]), self.limits["memory_mb"]
             logger.info("%s: all processes killed, they held %d MiB, the limit is %d", self.sandbox_id, used, limit)
-        elif (future := self._pending.pop(message["id"], None)) and not future.done():
-            if "error" in message:
-                future.set_exception(SandboxError(f"the sandbox could not do it: {message['error']}"))
-            else:
-                if files:
-                    self._listeners[message["id"]] = files[0]
-                future.set_result(message["exit"])
+            return
+        code = int(message["exit"]) if "error" not in message else 0
+        if (future := self._pending.pop(message["id"], None)) is None or future.done():
+            return
+        if "error" in message:
+            future.set_exception(SandboxError(f"the sandbox could not do it: {message['error']}"))
+            return
+        if files and message["id"] in self._listeners:
+            self._listeners[message["id"]] = files.pop()
+        future.set_result(code)
 
-    def _ask(self, files: Sequence[int] = (), **message: Any) -> tuple[int, asyncio.Future[int]]:
+    async def _ask(self, files: Sequence[int] = (), **message: Any) -> tuple[int, asyncio.Future[int]]:
         """Send a request; the future gets the exit code."""
         if self._control is None:
             raise SandboxError("the sandbox is not open")
         self._requests += 1
-        data = json.dumps({"id": self._requests, **message}).encode()
+        number = self._requests
+        data = json.dumps({"id": number, **message}).encode()
         if len(data) > MESSAGE_BYTES // 2:
             raise ValueError(f"a command of {len(data)} bytes is too long; write a script with write_file and run it")
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._pending[self._requests] = future
-        socket.send_fds(self._control, [data], files)
-        return self._requests, future
+        self._pending[number] = future
+
+        async def send() -> bool:
+            if self._control is None:
+                raise BrokenPipeError("closed meanwhile")
+            try:
+                socket.send_fds(self._control, [data], files)
+            except BlockingIOError:
+                return False
+            return True
+
+        try:
+            await wait_async("a sandbox to take a request", _START_S, send, interval_s=0.01)
+        except BaseException as error:
+            self._pending.pop(number, None)
+            _leave(future)
+            if isinstance(error, OSError):
+                raise SandboxError(f"the sandbox has ended: {error}") from None
+            raise
+        return number, future
 
     async def exec(
         self,
@@ -279,7 +335,7 @@ class LocalSandbox:
             files = (given, out.take_end(), err.take_end())
             try:
                 request = {"argv": argv, "env": env or user_environment("root", None, "/"), "cwd": self.workdir}
-                number, future = self._ask(files, op="run", **request)
+                number, future = await self._ask(files, op="run", **request)
             finally:
                 os.close(files[1])
                 os.close(files[2])
@@ -294,8 +350,9 @@ class LocalSandbox:
             raise SandboxTimeout(f"a command of the sandbox took more than {timeout:g} s; its end: {what()}") from None
         finally:
             if not future.done() and self._control:
-                future.add_done_callback(lambda done: done.cancelled() or done.exception())
-                self._ask(op="kill", job=number)
+                _leave(future)
+                with contextlib.suppress(SandboxError):  # One that has ended runs nothing.
+                    _leave((await self._ask(op="kill", job=number))[1])
 
     async def write_file(self, path: str, data: str | bytes | Path, *, user: str = "root") -> None:
         """Write a file and the directories above it.
@@ -328,7 +385,7 @@ class LocalSandbox:
         with PipeReader(limit=2 * most + 4) as reader:
             end = reader.take_end()
             try:
-                number, future = self._ask((end,), op="read", path=path, limit=most)
+                number, future = await self._ask((end,), op="read", path=path, limit=most)
             finally:
                 os.close(end)
             code = await self._within(_START_S, number, future, what=lambda: path)
@@ -341,8 +398,13 @@ class LocalSandbox:
 
     async def kill_all(self) -> None:
         """Kill every process of the sandbox; its files stay. Nobody changes them any more when this returns."""
-        _, future = self._ask(op="kill_all")
-        await future
+        number, future = await self._ask(op="kill_all")
+        await self._within(_START_S, number, future, what=lambda: "kill_all")
+
+
+def _leave(future: asyncio.Future[int]) -> None:
+    """Have nobody told that what nobody waits for has failed."""
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def _start(control: int) -> subprocess.Popen[bytes]:

@@ -62,6 +62,7 @@ def main(descriptor: int) -> None:
     Args:
         descriptor: of the control socket.
     """
+    os.set_inheritable(descriptor, False)  # A command that held it could forge exit codes.
     control = socket.socket(fileno=descriptor)
     settings = json.loads(control.recv(kernel.MESSAGE_BYTES))
     try:
@@ -212,6 +213,8 @@ class Init:
     def answer(self) -> bool:
         """Do what the next message asks; False: there is none, the owner has closed the socket."""
         data, files, _, _ = socket.recv_fds(self.control, kernel.MESSAGE_BYTES, 3)
+        for file in files:
+            os.set_inheritable(file, False)
         if not data:
             return False
         message = json.loads(data)
@@ -251,7 +254,7 @@ class Init:
             if message["op"] == "read":
                 os._exit(send_file(message["path"], files[0], message["limit"]))
             for number, file in enumerate(files):
-                os.dup2(file, number)
+                os.dup2(file, number)  # The only descriptors that the command inherits.
             os.chdir(message["cwd"])
             os.execve(message["argv"][0], message["argv"], message["env"])
         except OSError as error:
