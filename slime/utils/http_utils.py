@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import errno
 import logging
 import os
 import random
@@ -112,7 +113,9 @@ class _Client:
             # Below uvicorn's keep-alive of 5 s: a connection that the server is about to close is never reused.
             limit = 0 if is_control else self.limits.max_connections
             connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=4.0)
-            session = aiohttp.ClientSession(connector=connector, timeout=self.timeout(None))
+            session = aiohttp.ClientSession(
+                connector=connector, timeout=self.timeout(None), trace_configs=[_kept_connections()]
+            )
             sessions[is_control] = session
         return session
 
@@ -138,6 +141,18 @@ class _Client:
                     asyncio.run_coroutine_threadsafe(session.close(), loop).result(timeout=1.0)
                 except (TimeoutError, RuntimeError):
                     logger.debug("an HTTP session did not close in time")
+
+
+def _kept_connections() -> aiohttp.TraceConfig:
+    """Notes in a request's `_Attempts` whether it goes over a connection that an earlier request left."""
+
+    async def note(_session: Any, context: Any, _params: Any) -> None:
+        if (attempts := context.trace_request_ctx) is not None:
+            attempts.is_kept = True
+
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(note)
+    return trace
 
 
 _client = _Client()
@@ -237,12 +252,16 @@ async def get(url: str, max_retries: int = 60, *, timeout_s: float | None = None
 
 async def _request(attempts: _Attempts, timeout_s: float | None, **content: Any) -> Any:
     session, timeout = _client.session(is_control=timeout_s is not None), _client.timeout(timeout_s)
+    content |= {"trace_request_ctx": attempts, "allow_redirects": not attempts.is_sync}
     while True:
+        attempts.is_kept = False
         try:
             async with session.request(attempts.method, attempts.url, timeout=timeout, **content) as answer:
                 body = await answer.read()
             return attempts.value(answer.status, answer.content_type, body)
         except (aiohttp.ClientError, TimeoutError, OSError, _TryAgain) as error:
+            if attempts.may_repeat(error):
+                continue
             is_late = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
             delay = attempts.next_delay(error, late_s=timeout.total if is_late else None)
         await asyncio.sleep(delay)
@@ -295,9 +314,14 @@ os.register_at_fork(after_in_child=_BlockingLoop.clear_instances)  # a forked ch
 
 
 def post_sync(url: str, payload: Any = None, *, timeout_s: float = 60.0, max_retries: int = 0) -> Any:
-    """Blocking twin of `post`, for code without an event loop; `timeout_s` bounds each attempt."""
+    """Blocking twin of `post`, for code without an event loop; `timeout_s` bounds each attempt.
+
+    A redirect is a refusal. Where the server has closed a connection that was kept, the request is sent once more.
+    """
     body = orjson.dumps({} if payload is None else payload, option=orjson.OPT_SERIALIZE_NUMPY)
-    return _BlockingLoop().run(post_body(url, body, headers_for(url), max_retries, timeout_s=timeout_s))
+    headers = {"Content-Type": "application/json", **headers_for(url)}
+    attempts = _Attempts("POST", url, max_retries, is_sync=True)
+    return _BlockingLoop().run(_request(attempts, timeout_s, data=body, headers=headers))
 
 
 def get_sync(url: str, *, timeout_s: float = 60.0, max_retries: int = 0) -> Any:
@@ -306,8 +330,9 @@ def get_sync(url: str, *, timeout_s: float = 60.0, max_retries: int = 0) -> Any:
 
 
 def delete_sync(url: str, *, timeout_s: float = 60.0) -> Any:
-    """DELETE an address, blocking; answers and errors as in `post`."""
-    return _BlockingLoop().run(_request(_Attempts("DELETE", url, 0), timeout_s, headers=headers_for(url)))
+    """DELETE an address, blocking; answers and errors as in `post_sync`."""
+    attempts = _Attempts("DELETE", url, 0, is_sync=True)
+    return _BlockingLoop().run(_request(attempts, timeout_s, headers=headers_for(url)))
 
 
 class _TryAgain(Exception):
@@ -321,14 +346,28 @@ class _TryAgain(Exception):
 class _Attempts:
     """One request: what an answer to it is worth, and after a failure whether to wait and how long."""
 
-    def __init__(self, method: str, url: str, max_retries: int, *, waits_for_outages: bool = False) -> None:
+    def __init__(
+        self, method: str, url: str, max_retries: int, *, waits_for_outages: bool = False, is_sync: bool = False
+    ) -> None:
         self.method, self.url, self.name = method, url, f"{method} {url}"
         self.max_retries, self.waits_for_outages = max_retries, waits_for_outages
+        self.is_sync, self.is_kept, self.was_repeated = is_sync, False, False
         self.failures = 0
         self.first_failure = 0.0
 
+    def may_repeat(self, error: Exception) -> bool:
+        """Whether the server had closed the kept connection over which the request went; true once."""
+        is_closed = isinstance(error, aiohttp.ServerDisconnectedError | ConnectionResetError) or (
+            isinstance(error, OSError) and error.errno in (errno.ECONNRESET, errno.EPIPE)
+        )
+        may = self.is_sync and self.is_kept and is_closed and not self.was_repeated
+        self.was_repeated = self.was_repeated or may
+        return may
+
     def value(self, status: int, content_type: str, body: bytes) -> Any:
         """What a complete answer holds."""
+        if 300 <= status < 400:
+            raise HttpError(f"{self.name} was refused: HTTP {status}, a redirect; nothing follows it", status=status)
         if status < 400 and self.method == "POST":  # a health check is no progress
             went_on("answers")
         if status >= 400:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 
 from slime.processes.wait import wait
 from slime.utils.errors import HttpError
-from slime.utils.http_utils import get_sync
+from slime.utils.http_utils import delete_sync, get_sync, is_refused, post_sync
 
 
 class Server(ThreadingHTTPServer):
@@ -24,6 +24,10 @@ class Server(ThreadingHTTPServer):
     drip_s = 0.0
     """Between two bytes of an answer."""
     drips_head = False
+    drops_kept = False
+    """End a connection when a second request comes over it, without an answer."""
+    redirects_to = ""
+    asked = 0
 
     def shutdown_request(self, request: Any) -> None:
         super().shutdown_request(request)
@@ -46,6 +50,26 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"ok")
         self.connection.settimeout(self.server.patience_s)  # what uvicorn's timeout_keep_alive does
+
+    def do_POST(self) -> None:
+        self.server.asked += 1
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.server.drops_kept and self.requestline_count():
+            self.close_connection = True
+            return
+        self.send_response(307 if self.server.redirects_to else 200)
+        if self.server.redirects_to:
+            self.send_header("Location", self.server.redirects_to)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"ok")
+
+    do_DELETE = do_POST
+
+    def requestline_count(self) -> int:
+        """How many requests came over this connection before."""
+        self.count = getattr(self, "count", -1) + 1
+        return self.count
 
     def drip(self) -> None:
         """An answer of 200 bytes, one after the other: of its head, or of its body."""
@@ -83,6 +107,21 @@ def test_a_connection_that_the_server_ended_is_opened_anew(server: Server) -> No
     wait("the server to end it", 60, lambda: server.ended == 1, interval_s=0.01)
     assert ask(server) == "ok"
     assert server.connections == 2
+
+
+def test_a_post_over_a_kept_connection_that_ends_is_sent_once_more_and_no_further(server: Server) -> None:
+    server.drops_kept = True
+    url = f"http://127.0.0.1:{server.server_port}/"
+    assert [post_sync(url), post_sync(url)] == ["ok", "ok"]
+    assert (server.asked, server.connections) == (3, 2)
+
+
+@pytest.mark.parametrize("send", [post_sync, delete_sync])
+def test_a_redirect_is_a_refusal_and_is_not_followed(server: Server, send: Callable[[str], object]) -> None:
+    server.redirects_to = f"http://127.0.0.1:{server.server_port}/elsewhere"
+    with pytest.raises(HttpError, match="HTTP 307, a redirect") as refusal:
+        send(f"http://127.0.0.1:{server.server_port}/")
+    assert is_refused(refusal.value) and server.asked == 1
 
 
 @pytest.mark.parametrize("drips_head", [False, True])
