@@ -228,7 +228,6 @@ class TrajectoryManager:
             that are lost for training; "template_drift", which the last turn's node was given, else 0.
         """
         root = self._trees.get(sid)
-        self.drop_session(sid)
         samples: list[Sample] = []
         counted: set[int] = set()
         lost = 0
@@ -246,6 +245,7 @@ class TrajectoryManager:
             samples[-1].metadata["agent"]["masked_tokens"] += lost
         elif lost:
             logger.warning("session %s gives no sample, although the engine wrote %d tokens in it", sid, lost)
+        self.drop_session(sid)
         return samples
 
     def _pack(self, path: list[MessageNode], counted: set[int]) -> list[_Builder]:

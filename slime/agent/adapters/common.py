@@ -223,28 +223,40 @@ class BaseAdapter:
 
     async def shutdown_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
         """Refuse further requests of a session, and wait for those that run; what is left then is cancelled."""
+        loop = self._loop
+        if loop is not None and loop.is_running():
+            ending = asyncio.run_coroutine_threadsafe(self._end_turns(sid, wait_timeout), loop)
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(ending), wait_timeout + 2 * _CANCEL_S)
+                return
+            except TimeoutError:
+                self.logger.warning("%s: the server did not end the turns of a session in time", self.log_prefix)
+        self._refuse(sid)
+        self._forget(sid)
+
+    def _refuse(self, sid: str) -> None:
         if sid not in self.closed:
             self.closed.add(sid)
             self._closed_in_order.append(sid)
         while len(self._closed_in_order) > MAX_CLOSED:
             self.closed.discard(self._closed_in_order.popleft())
-        loop = self._loop
-        if loop is not None and loop.is_running() and self.inflight.get(sid):
-            ended = asyncio.run_coroutine_threadsafe(self._end_turns(sid, wait_timeout), loop)
-            await asyncio.wrap_future(ended)
+
+    def _forget(self, sid: str) -> None:
         self.inflight.pop(sid, None)
         self.store.pop(sid, None)
 
     async def _end_turns(self, sid: str, wait_timeout: float) -> None:
-        """Wait for the turns of a session, on the loop that runs them."""
-        tasks = self.inflight.get(sid, set()) - {asyncio.current_task()}
-        if not tasks:
-            return
-        _, left = await asyncio.wait(tasks, timeout=wait_timeout)
-        for task in left:
-            task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=_CANCEL_S)
+        """Wait for the turns of a session, on the loop that runs them: none begins or is recorded meanwhile."""
+        self._refuse(sid)
+        try:
+            if tasks := self.inflight.get(sid, set()) - {asyncio.current_task()}:
+                _, left = await asyncio.wait(tasks, timeout=wait_timeout)
+                for task in left:
+                    task.cancel()
+                if left:
+                    await asyncio.wait(left, timeout=_CANCEL_S)
+        finally:
+            self._forget(sid)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one request of the protocol; errors become the client's."""
@@ -261,16 +273,17 @@ class BaseAdapter:
             session.num_turns += 1
             return await self._run_in_session(request, body, sid, session)
         except BadRequest as error:
-            return error_response(400, "invalid_request_error", str(error))
+            return await self._fail(request, str(error), 400, "invalid_request_error")
         except (RuntimeError, ValueError) as error:  # of the engine, the template, a parser's name
             self.logger.error("%s: a turn failed: %s: %s", self.log_prefix, type(error).__name__, error)
             return await self._fail(request, f"{type(error).__name__}: {error}"[:1000])
 
-    async def _fail(self, request: web.Request, message: str) -> web.StreamResponse:
+    async def _fail(
+        self, request: web.Request, message: str, status: int = 500, kind: str = "api_error"
+    ) -> web.StreamResponse:
         if not has_begun(request):
-            return error_response(500, "api_error", message)
-        error = {"type": "error", "error": {"type": "api_error", "message": message}}
-        return await send_events(request, [("error", error)])
+            return error_response(status, kind, message)
+        return await send_events(request, [("error", {"type": "error", "error": {"type": kind, "message": message}})])
 
     async def _read_body(self, request: web.Request) -> dict[str, Any]:
         try:
@@ -358,6 +371,8 @@ class BaseAdapter:
         )
 
     def _record(self, sid: str, session: Session, prompt: Prompt, tools: Any, reply: Reply, turn: TurnRecord) -> None:
+        if self.store.get(sid) is not session:
+            return  # It was finished meanwhile: a session that is opened again under its key must not get the turn.
         answer = reply.manager_message if turn.output_ids else None
         metadata = {"sid": sid, "tools": tools}
         self.manager.record_turn(

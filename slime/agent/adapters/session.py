@@ -153,7 +153,9 @@ def _turn_of(prompt_ids: list[int], answer: Any) -> TurnRecord:
     output_ids, log_probs = tokens_of(meta_info)
     went_on("tokens", len(output_ids))
     finish = (meta_info.get("finish_reason") or {}).get("type", "stop")
-    return TurnRecord(prompt_ids, output_ids, finish, log_probs, meta_info=meta_info)
+    # Samples of several turns have no routing replay yet; a part of the routing would be refused when they are made.
+    kept = {name: value for name, value in meta_info.items() if name != "routed_experts"}
+    return TurnRecord(prompt_ids, output_ids, finish, log_probs, meta_info=kept)
 
 
 async def _abort(adapter: BaseAdapter, rid: str) -> None:
