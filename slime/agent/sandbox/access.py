@@ -9,8 +9,10 @@ from __future__ import annotations
 import hmac
 import socket
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
+from yarl import URL
 
 BODY_BYTES = 64 << 20
 PORT = 8000
@@ -27,6 +29,7 @@ _HOP_BY_HOP = {
     "transfer-encoding",
     "upgrade",
 }
+_CREDENTIALS = {"authorization", "x-api-key"}  # never a client's: the door writes them itself
 
 
 @dataclass(frozen=True)
@@ -81,16 +84,32 @@ class GatewayDoor:
         self.listener.close()
 
     def _has_key(self, request: web.Request) -> bool:
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        given = [key for key in (bearer, request.headers.get("x-api-key", "")) if key]
-        return bool(given) and all(hmac.compare_digest(key.encode(), self.access.key.encode()) for key in given)
+        bearers = [value.removeprefix("Bearer ").strip() for value in request.headers.getall("Authorization", [])]
+        given = [*bearers, *request.headers.getall("x-api-key", [])]
+        own = self.access.key.encode()
+        return bool(given) and all(hmac.compare_digest(key.encode(errors="surrogateescape"), own) for key in given)
+
+    def _target(self, raw_path: str) -> URL | None:
+        """The gateway's address of a path; None for one that could lead elsewhere."""
+        path = unquote(raw_path.partition("?")[0]).replace("\\", "/")
+        if not path.startswith("/") or path.startswith("//") or ".." in path.split("/"):
+            return None
+        try:
+            base = URL(self.access.url.rstrip("/"), encoded=True)
+            url = URL(str(base) + raw_path, encoded=True)
+            return url if url.origin() == base.origin() else None
+        except ValueError:
+            return None
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         if not self._has_key(request):
             return _error(401, "authentication_error", "this sandbox may use the key of its own session only")
         assert self._client is not None
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP_BY_HOP}
-        url = self.access.url.rstrip("/") + request.raw_path
+        if (url := self._target(request.raw_path)) is None:
+            return _error(400, "invalid_request_error", "the address must be a path of the gateway, without '..'")
+        dropped = _HOP_BY_HOP | _CREDENTIALS
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in dropped}
+        headers |= {"Authorization": f"Bearer {self.access.key}", "x-api-key": self.access.key}
         body = await request.read()
         try:
             async with self._client.request(
