@@ -77,7 +77,7 @@ class HttpSandbox:
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
         async with contextlib.AsyncExitStack() as until_open:
             until_open.push_async_callback(self._session.close)
-            lease_s = await retried(self._make_somewhere, _TRANSIENT, tries=TRIES)
+            lease_s = await self._again(self._make_somewhere)
             self._renewing = asyncio.create_task(self._renew(lease_s))
             until_open.pop_all()
         return self
@@ -139,7 +139,12 @@ class HttpSandbox:
         raise SandboxError(f"sandbox server, {answer.status}: {said}")
 
     async def _again(self, call: Callable[[], Awaitable[T]]) -> T:
-        return await retried(call, _TRANSIENT, tries=TRIES)
+        try:
+            return await retried(call, _TRANSIENT, tries=TRIES)
+        except SandboxError:
+            raise
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise SandboxError(f"{self._url} does not answer: {type(error).__name__}: {error}") from error
 
     async def exec(
         self,
