@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slime.agent.sandbox import DockerSandbox, LocalSandbox, Sandbox, SandboxError, SandboxTimeout, make_sandbox
+from slime.agent.sandbox import (
+    DockerSandbox,
+    LocalSandbox,
+    Sandbox,
+    SandboxError,
+    SandboxTimeout,
+    docker,
+    make_sandbox,
+)
 
 pytest.importorskip("docker.client")
 
@@ -33,6 +41,8 @@ class Daemon:
         self.containers: dict[str, LocalSandbox] = {}
         self.execs: dict[str, dict[str, Any]] = {}
         self.removed: list[str] = []
+        self.names: dict[str, str] = {}
+        self.start_s = 0.0
         self.numbers = itertools.count(1)
 
     def app(self) -> web.Application:
@@ -63,9 +73,11 @@ class Daemon:
             return web.json_response({"message": "invalid reference format"}, status=400)
         name = f"{next(self.numbers):064x}"
         self.made[name] = body
+        self.names[request.query["name"]] = name
         return web.json_response({"Id": name, "Warnings": []}, status=201)
 
     async def start(self, request: web.Request) -> web.Response:
+        await asyncio.sleep(self.start_s)
         sandbox = LocalSandbox()
         self.containers[request.match_info["id"]] = await sandbox.__aenter__()
         return web.Response(status=204)
@@ -75,8 +87,11 @@ class Daemon:
 
     async def remove(self, request: web.Request) -> web.Response:
         assert request.query["force"] in ("1", "True", "true")
-        await self.containers.pop(request.match_info["id"]).__aexit__()
-        self.removed.append(request.match_info["id"])
+        name = self.names.get(request.match_info["id"], request.match_info["id"])
+        if name not in self.containers:
+            return web.json_response({"message": "No such container"}, status=404)
+        await self.containers.pop(name).__aexit__()
+        self.removed.append(name)
         return web.Response(status=204)
 
     async def exec_create(self, request: web.Request) -> web.Response:
@@ -167,6 +182,34 @@ def test_a_container_is_used_as_a_local_sandbox() -> None:
         assert "-lt $end" in json.dumps(daemon.made[name]["Cmd"])
         with pytest.raises(SandboxError, match="invalid reference format"):
             await DockerSandbox("absent", base_url=url).__aenter__()
+        await runner.cleanup()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_container_whose_start_was_given_up_is_removed(monkeypatch: pytest.MonkeyPatch, is_cancelled: bool) -> None:
+    monkeypatch.setattr(docker, "_START_S", 600.0 if is_cancelled else 0.5)
+
+    async def run() -> None:
+        daemon = Daemon()
+        daemon.start_s = 1.5
+        runner = web.AppRunner(daemon.app())
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        assert site._server and site._server.sockets  # type: ignore[attr-defined]
+        url = f"tcp://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+        opening = asyncio.create_task(DockerSandbox("debian", base_url=url).__aenter__())
+        await asyncio.sleep(0.4)
+        if is_cancelled:
+            opening.cancel()
+        with pytest.raises((SandboxError, asyncio.CancelledError)):
+            await opening
+        async with asyncio.timeout(60):
+            while not daemon.removed:
+                await asyncio.sleep(0.05)
+        assert daemon.removed == list(daemon.made) and not daemon.containers
         await runner.cleanup()
 
     asyncio.run(run())

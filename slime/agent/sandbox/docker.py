@@ -6,12 +6,14 @@ A container has no network unless one is named, limits of memory and processes, 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import logging
 import os
 import posixpath
 import tarfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -72,11 +74,19 @@ class DockerSandbox:
         self.image, self.workdir, self.network, self.base_url = image, workdir, network, base_url
         self.memory_mb, self.processes, self.lifetime_s = memory_mb, processes, lifetime_s
         self.sandbox_id = ""
+        self._name = f"slime-{uuid.uuid4().hex}"
+        self._is_given_up = False
         self._client: Any = None
         self._container: Any = None
 
     async def __aenter__(self) -> Self:
-        await self._call(self._open, wait_s=_START_S)
+        try:
+            await self._call(self._open, wait_s=_START_S)
+        except (SandboxError, asyncio.CancelledError):
+            self._is_given_up = True  # The thread that makes it may be at work still: it looks at this afterwards.
+            if self._container:
+                threading.Thread(target=self._remove_by_name, name="docker-remove", daemon=True).start()
+            raise
         self.sandbox_id = f"docker-{self._container.short_id}"
         return self
 
@@ -86,11 +96,24 @@ class DockerSandbox:
         except ImportError:
             raise SandboxError("the docker backend needs its client: pip install docker==7.2.0") from None
         self._client = DockerClient(base_url=self.base_url) if self.base_url else DockerClient.from_env()
+        try:
+            self._container = self._make()
+        finally:
+            if self._container is None or self._is_given_up:
+                self._remove_by_name()
+
+    def _remove_by_name(self) -> None:
+        """Remove a container that nobody will use, where there is one."""
+        with contextlib.suppress(SandboxError):
+            _translated(lambda: self._client.api.remove_container(self._name, force=True))
+
+    def _make(self) -> Any:
         # Number 1 survives `kill -1`, waits for orphans, and ends the container when its time is over.
         alive = f"end=$(($(date +%s) + {self.lifetime_s})); while [ $(date +%s) -lt $end ]; do sleep 5; done"
-        self._container = self._client.containers.run(
+        return self._client.containers.run(
             self.image,
             ["sh", "-c", alive],
+            name=self._name,
             entrypoint="",
             detach=True,
             auto_remove=True,
