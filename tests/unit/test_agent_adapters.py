@@ -18,8 +18,10 @@ from aiohttp.test_utils import make_mocked_request
 from slime.agent.adapters import AnthropicAdapter, BaseAdapter, OpenAIAdapter, common
 from slime.agent.adapters import anthropic as anthropic_adapter
 from slime.agent.adapters import openai as openai_adapter
-from slime.agent.adapters.session import Session, sampling_params
-from slime.agent.adapters.wire import flatten_content, sid_from_body
+from slime.agent.adapters.session import Reply, Session, _turn_of, sampling_params
+from slime.agent.adapters.wire import BadRequest, flatten_content, sid_from_body
+from slime.agent.history import Prompt
+from slime.agent.trajectory import TurnRecord
 from slime.utils.errors import HttpError, UsageError
 from slime.utils.types import Sample
 from tests.unit.agent_fakes import FakeTokenizer, finish, raw, serving
@@ -417,6 +419,38 @@ def test_a_failure_after_a_ping_is_an_event_that_clients_raise():
         engine.failures = [(400, "too long")]
         with pytest.raises(openai.APIError, match="too long"):
             list(chat(openai_client(url), stream=True))
+
+
+def test_a_bad_request_after_a_ping_is_an_event_and_no_second_head():
+    class Picky(OpenAIAdapter):
+        async def make_prompt(self, session, messages, tools):
+            await asyncio.sleep(0.3)
+            raise BadRequest("not these messages")
+
+    with serving(Picky, [], ping_interval_s=0.1) as (_, url, _engine):
+        status, text = raw(url, "/v1/chat/completions", {"messages": ASK, "stream": True})
+        assert status == 200 and text.count("not these messages") == 1 and "HTTP/1.1" not in text
+        assert '"type": "invalid_request_error"' in text
+
+
+def test_a_turn_of_a_session_that_was_finished_meanwhile_is_not_recorded():
+    adapter = OpenAIAdapter(tokenizer=FakeTokenizer(), sglang_url="http://127.0.0.1:9")
+    adapter.open_session("s")
+    old, turn = adapter.store["s"], TurnRecord([1], [2], "stop", [-0.5])
+    prompt, reply = Prompt([1], ASK), Reply({"role": "assistant", "content": "a"}, "stop", None)
+    asyncio.run(adapter.drop_session("s"))
+    adapter.open_session("s")
+    adapter._record("s", old, prompt, None, reply, turn)
+    assert finish(adapter) == []
+    adapter.open_session("s")
+    adapter._record("s", adapter.store["s"], prompt, None, reply, turn)
+    assert len(finish(adapter)) == 1
+
+
+def test_the_engines_routing_is_left_out_of_a_turn():
+    meta = {"output_token_logprobs": [[-0.5, 7, None]], "routed_experts": "AAAA", "weight_version": "3"}
+    turn = _turn_of([1], {"meta_info": meta})
+    assert turn.output_ids == [7] and turn.meta_info.keys() == {"output_token_logprobs", "weight_version"}
 
 
 def test_finishing_waits_for_a_running_turn_and_then_cancels_it():

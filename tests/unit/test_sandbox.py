@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from aiohttp import ClientSession, ClientTimeout, web
+from aiohttp.test_utils import TestServer
+from multidict import CIMultiDict
+from yarl import URL
 
 from slime.agent.sandbox import (
     EXIT_TIME_BUDGET_EXCEEDED,
@@ -26,7 +30,7 @@ from slime.agent.sandbox import (
     exec_and_wait,
     make_sandbox,
 )
-from slime.agent.sandbox.access import GatewayAccess
+from slime.agent.sandbox.access import _CREDENTIALS, GatewayAccess, GatewayDoor
 from slime.agent.sandbox.grading import take_diff
 from slime.agent.sandbox.pool import SandboxPool
 from tests.unit.sandbox_fakes import gateway
@@ -164,6 +168,46 @@ def test_the_gateway_is_reached_under_the_own_key_and_carries_bodies() -> None:
                 await sandbox.connect(access)
 
         inside(use, gateway=access)
+
+
+def test_the_door_writes_the_credentials_and_refuses_addresses_that_lead_elsewhere() -> None:
+    door = GatewayDoor(GatewayAccess("http://127.0.0.1:5000", "own"), None)  # type: ignore[arg-type]
+    for path in ("/v1/messages?beta=..", "/a..b/%2e/c"):
+        assert str(door._target(path)) == f"http://127.0.0.1:5000{path}"
+    for path in ("@evil/", "http://evil/", "//evil/", "/a/../b", "/a/%2e%2E/b", "/..%2fb", "/%2fevil", "*", ""):
+        assert door._target(path) is None, path
+
+    async def ask(*headers: tuple[str, str], path: str = "/v1/models") -> tuple[int, list[tuple[str, str]]]:
+        seen: list[tuple[str, str]] = []
+
+        async def answer(request: web.Request) -> web.Response:
+            seen.extend((n.lower(), v) for n, v in request.headers.items() if n.lower() in _CREDENTIALS)
+            return web.Response()
+
+        behind = web.Application()
+        behind.router.add_get("/v1/models", answer)
+        listener = socket.create_server(("127.0.0.1", 0))
+        async with TestServer(behind) as server:
+            inner = GatewayDoor(GatewayAccess(str(server.make_url("/")), "own"), listener)
+            await inner.open()
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}{path}"
+            timeout = ClientTimeout(total=60)
+            try:
+                async with (
+                    ClientSession(timeout=timeout) as client,
+                    client.get(URL(url, encoded=True), headers=CIMultiDict(headers)) as got,
+                ):
+                    return got.status, sorted(seen)
+            finally:
+                await inner.close()
+
+    own, both = ("Authorization", "Bearer own"), [("authorization", "Bearer own"), ("x-api-key", "own")]
+    for good in ([own], [("Authorization", "own")], [("X-Api-Key", "own")], [own, own]):
+        assert asyncio.run(ask(*good)) == (200, both)
+    bad = ("Authorization", "Bearer other")
+    for headers in ([], [own, bad], [bad, own], [own, ("x-api-key", "other")], [("x-api-key", "ü")]):
+        assert asyncio.run(ask(*headers)) == (401, [])
+    assert asyncio.run(ask(own, path="/v1/%2e%2e/models")) == (400, [])
 
 
 def test_a_pool_hands_out_fresh_sandboxes_that_are_open_already() -> None:

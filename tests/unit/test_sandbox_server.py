@@ -212,3 +212,22 @@ def test_a_server_without_a_key_or_with_bad_flags_does_not_start(tmp_path: Path)
     for options, said in (({"urls": []}, "a list of http://"), ({"urls": ["http://a"]}, "SLIME_SANDBOX_KEY")):
         with pytest.raises(ValueError, match=said):
             HttpSandbox(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "error", [aiohttp.ClientPayloadError("half"), aiohttp.ClientError("odd"), TimeoutError("late")]
+)
+def test_failures_of_the_client_are_sandbox_errors(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    sandbox = HttpSandbox(urls=["http://127.0.0.1:9"], key=KEY)
+
+    async def send(*_: object, **__: object) -> object:
+        raise error
+
+    monkeypatch.setattr(sandbox, "_send", send)
+
+    async def run() -> None:
+        for use in (sandbox.__aenter__(), sandbox.exec("true"), sandbox.read_file("/a"), sandbox.kill_all()):
+            with pytest.raises(SandboxError, match="does not answer"):
+                await use
+
+    asyncio.run(run())
