@@ -119,7 +119,7 @@ def test_a_command_that_takes_too_long_is_killed_with_its_children_and_the_sandb
 
 def test_what_a_command_leaves_in_the_background_runs_on_until_all_are_killed() -> None:
     async def use(sandbox: LocalSandbox) -> None:
-        await sandbox.exec("sleep 77 > /dev/null 2>&1 &")
+        await sandbox.exec("sleep 77 > /dev/null 2>&1 & until pgrep -x sleep > /dev/null; do :; done")
         assert (await sandbox.exec("pgrep -c sleep"))[1] == "1\n"
         await sandbox.kill_all()
         assert (await sandbox.exec("pgrep -c sleep"))[1] == "0\n"
