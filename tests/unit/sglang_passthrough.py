@@ -86,6 +86,7 @@ class Ours:
         """The parsed and derived flags, with what `build_server_args` and `router_values` read besides."""
         args = argparse.Namespace(
             rollout_num_gpus_per_engine=self.gpus_per_engine,
+            prometheus_port=None,
             seed=0,
             trust_remote_code=False,
             update_weights_in_flight=False,

@@ -175,7 +175,7 @@ def test_the_sandboxes_of_a_server_end_with_it(end: signal.Signals) -> None:
     async def run() -> None:
         sandbox = HttpSandbox(urls=["http://127.0.0.1:9", url], key=KEY)  # nobody listens on the first one
         async with sandbox:
-            await sandbox.exec("(setsid sleep 5432.1 &)", check=True)
+            await sandbox.exec("(setsid sleep 5432.1 &) ; until pgrep -x sleep > /dev/null; do :; done", check=True)
             assert _sleepers()
             server.send_signal(end)
             last = time.monotonic() + 15

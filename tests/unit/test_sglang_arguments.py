@@ -44,6 +44,7 @@ def parse(parser: Parser, line: str, *, gpus_per_engine: int = 4) -> argparse.Na
         actor_num_gpus_per_node=8,
         actor_num_nodes=1,
         num_gpus_per_node=8,
+        prometheus_port=None,
         reward_model_num_gpus=None,
         reward_model_path=None,
         rollout_external="--rollout-external" in line,
