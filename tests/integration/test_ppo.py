@@ -101,7 +101,10 @@ def test_another_user_reads_no_secret_of_a_run_and_changes_nothing_that_it_loads
     files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     unread = {str(path.relative_to(out)) for path in out.rglob("*") if path.stat().st_mode & 0o777 == 0o600}
     dumps = {f"samples_{rollout_id}.pt" for rollout_id in range(NUM_ROLLOUT)}
-    assert unread == {"logs/engine_0.json", "logs/router.json", *dumps}
+    records = {name for name in files if name.startswith("rollouts/")}
+    assert {f"rollouts/{rollout_id:05}.parquet" for rollout_id in range(NUM_ROLLOUT)} <= records
+    flags = {"run_events.jsonl", "trackers/run.json", "trackers/tensorboard.json"}
+    assert unread == {"logs/engine_0.json", "logs/router.json", *flags, *dumps, *records}
     assert "logs/engine_0.log" in files - unread, "the rest is as the umask says"
     states = list((out / "saved" / "rollout").glob("*.pt"))
     assert len(states) == 2 and all(path.stat().st_mode & 0o777 == 0o644 for path in states)
