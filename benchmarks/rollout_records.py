@@ -1,4 +1,4 @@
-"""What recording a rollout costs: time on the critical path, time of the thread, bytes; and of reading it again.
+"""The cost of recording a rollout (critical path, thread, bytes) and of reading it again.
 
     python benchmarks/rollout_records.py [--samples 512] [--tokens 4096] [--step-s 60]
 

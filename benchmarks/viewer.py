@@ -74,7 +74,7 @@ def sample_rows(start: int, stop: int, *, tokens: int, random_: random.Random) -
 
 
 def trainer_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a trainer computed for samples: its log-probs differ a little from the engine's."""
+    """Make a trainer's columns; its log-probs differ a little from the engine's."""
     found = []
     for row in rows:
         log_probs = row["rollout_log_probs"]

@@ -1,6 +1,7 @@
 """The command `slime`.
 
 slime view DIR...       pages over runs: docs/dashboard.md
+slime runs DIR...       the same runs in the terminal, a line each
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def slime() -> None:
 @app.command()
 def view(
     directories: Annotated[list[Path], typer.Argument(help="--output-dir of runs, or directories of them")],
-    port: Annotated[int, typer.Option(help="0: a free one")] = 0,
+    port: Annotated[int, typer.Option(help="0: a free one", min=0, max=65535)] = 0,
     host: Annotated[str, typer.Option(help="address to listen on")] = LOOPBACK,
 ) -> None:
     """Serve pages over runs: while they run, and after they ended or crashed. Nothing is written."""

@@ -26,7 +26,7 @@ MODES = ("append", "render")
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the engine gets for a request.
+    """A request as the engine gets it.
 
     Attributes:
         ids: token ids.
@@ -107,7 +107,7 @@ def _digests(messages: list[Message], tools: Tools) -> list[bytes]:
 
 
 def _canonical(message: Message) -> bytes:
-    """What must be equal for two messages to be the same one: role, text without thoughts, calls."""
+    """Return the parts that equal messages share: role, text without thoughts, calls."""
     text = str(message.get("content") or "")
     if message["role"] == "assistant":
         text = text.rpartition("</think>")[2]
@@ -121,7 +121,7 @@ def _json(value: Any) -> bytes:
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Whether a tokenizer can render the tokens of new messages alone."""
+    """Return whether a tokenizer can render the tokens of new messages alone."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
+from slime import cli
 from slime.dashboard.address import is_loopback, lines_for_user
 from slime.dashboard.files import LONGEST_LINE, Lines
 from slime.dashboard.runs import Library
@@ -364,3 +365,21 @@ def test_the_command_serves_follows_a_run_and_stays_small(tmp_path: Path) -> Non
     finally:
         server.terminate()
         assert server.wait(10) is not None
+
+
+@pytest.mark.parametrize("port", ["99999", "-1"])
+def test_view_refuses_a_number_that_is_no_port(port: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["view", str(tmp_path), "--port", port])
+    assert ended.value.code == 2
+    assert "Invalid value for '--port'" in capsys.readouterr().err
+
+
+def test_runs_are_listed_a_line_each_with_rollouts_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "a", 3)
+    write_run(tmp_path / "b", 5)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["runs", str(tmp_path)])
+    assert ended.value.code == 0
+    lines = {line.split()[-1]: line.split()[1] for line in capsys.readouterr().out.splitlines()}
+    assert {name.rpartition("/")[2]: done.partition("/")[0] for name, done in lines.items()} == {"a": "3", "b": "5"}

@@ -39,7 +39,7 @@ _NEUTRAL: tuple[Any, ...] = (None, 0, {}, "auto", "none", {"type": "auto"}, {"ty
 
 @dataclass
 class Session:
-    """What the adapter knows of one session.
+    """One session of an adapter.
 
     Attributes:
         sampling_defaults: the run's sampling parameters; a client cannot change those that it names.

@@ -1,4 +1,4 @@
-"""What the protocols share on the wire: contents as text, session keys of a request, server-sent events."""
+"""Wire formats that the protocols share: contents as text, session keys of a request, server-sent events."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def send_events(request: web.Request, events: Iterable[Event]) -> web.Stre
 
 
 def has_begun(request: web.Request) -> bool:
-    """Whether the answer to a request is a stream already, so that no status can be sent any more."""
+    """Return whether the answer is being streamed, which leaves no way to send a status."""
     return _STREAM in request
 
 
