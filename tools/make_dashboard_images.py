@@ -204,6 +204,8 @@ def sample_row(number: int, group: int, at: float, rng: random.Random, *, is_rig
         "label": str(a + b),
         "metadata": json.dumps({"source": "made up"}),
         "removed": False,
+        "end_reason": "length" if length > 252 else "done",
+        "reward_is_trusted": True,
         "images": 0,
         "prompt_chars": len(prompt),
         "response_chars": len(thoughts),

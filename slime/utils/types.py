@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RolloutBatch = dict[str, Any]  # the keys: slime.utils.train_data.RolloutBatch
 
+END_REASONS = ("done", "max_turns", "length", "budget", "env_error", "grader_error", "transport", "aborted")
+"""Why an execution ended: its program was done; turns, tokens or another budget were used up; the environment, the
+grader or the way to the engine failed; it was ended from outside."""
 _TOP_P_ID_KEYS = ("top_p_token_ids", "top_p_kept_token_ids")
 _TOP_P_OFFSET_KEYS = ("top_p_token_offsets", "top_p_kept_token_offsets")
 
@@ -161,6 +164,10 @@ class Sample:
     """[len(tokens) - 1, num_layers, topk]."""
     remove_sample: bool = False
     """True = loss mask all zero, the sample still counts in its group's statistics."""
+    reward_is_trusted: bool = True
+    """False = the reward says nothing about the policy (a sandbox or a grader failed): --on-untrusted-reward."""
+    end_reason: str | None = None
+    """One of `END_REASONS`; None = not ended, or whoever made the sample did not say."""
     teacher_log_probs: list[float] | None = None
     status: _Status = _Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)

@@ -36,6 +36,8 @@ SAMPLE = {
     **dict.fromkeys(("rollout_top_p_token_ids", "rollout_top_p_token_offsets", "rollout_routed_experts"), None),
     **dict.fromkeys(("teacher_log_probs", "generate_function_path", "custom_rm_path", "train_metadata"), None),
     "session_id": None,
+    "end_reason": None,
+    "reward_is_trusted": True,
     "prompt": "",
     "response": "",
     "tokens": [],

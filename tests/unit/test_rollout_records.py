@@ -88,6 +88,7 @@ def write_trainer(output_dir: Path, rollout_id: int, rank: int, places: list[tup
 
 def test_a_sample_comes_back_as_it_was(tmp_path: Path) -> None:
     sample = a_sample(1, label="42", metadata={"source_name": "sums", "depth": 3})
+    sample.end_reason, sample.reward_is_trusted = "env_error", False
     found = read_back(tmp_path, sample)
     expected = {
         **{name: vars(sample)[name] for name in ("group_index", "index", "rollout_id", "prompt", "response")},
@@ -105,6 +106,8 @@ def test_a_sample_comes_back_as_it_was(tmp_path: Path) -> None:
         "tools": None,
         "prompt_length": 2,
         "removed": False,
+        "end_reason": "env_error",
+        "reward_is_trusted": False,
         "images": 0,
     }
     assert {name: found[name] for name in expected} == expected

@@ -64,6 +64,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"status": "completed"}, "the status 'completed'; it must be one of Sample.Status"),
     ({"metadata": None}, "metadata of the type NoneType; it must be a dict"),
     ({"weight_versions": [3]}, "weight_versions [3]; it must be a list of strings"),
+    ({"end_reason": "tired"}, "the end_reason 'tired'; it must be None or one of done, max_turns, length, budget"),
+    ({"reward_is_trusted": None}, "reward_is_trusted 'None'; it must be True or False"),
     ({"multimodal_train_inputs": {"pixel_values": [1]}}, "multimodal_train_inputs: images cannot be trained on yet"),
     ({"multimodal_inputs": {"images": ["x"], "videos": None}}, "multimodal_inputs: images cannot be trained on yet"),
 ]

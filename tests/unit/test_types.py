@@ -101,8 +101,9 @@ def test_routed_experts_take_their_shape_from_the_model():
 def test_to_dict_and_from_dict_keep_extra_attributes():
     sample = Sample(prompt="p", status=Sample.Status.TRUNCATED, metadata={"a": 1})
     sample.trace = {"version": 1}
+    sample.end_reason, sample.reward_is_trusted = "max_turns", False
     data = sample.to_dict()
-    assert data["status"] == "truncated"
+    assert data["status"] == "truncated" and data["end_reason"] == "max_turns" and not data["reward_is_trusted"]
     copy = Sample.from_dict(data)
     assert copy == sample
     assert copy.trace == {"version": 1}

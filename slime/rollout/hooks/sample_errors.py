@@ -28,7 +28,7 @@ from slime.rollout.base_types import flatten
 from slime.rollout.hooks.errors import HookError, as_kind, as_kind_of, hook_name, must_pass
 from slime.utils.http_utils import HttpError
 from slime.utils.misc import is_finite_number, shown
-from slime.utils.types import Sample
+from slime.utils.types import END_REASONS, Sample
 
 LOG_PROBS = ("rollout_log_probs", "teacher_log_probs")
 _LARGEST = float(np.finfo(np.float32).max)  # the trainer takes log-probs as float32
@@ -173,6 +173,10 @@ def _kind_problem(sample: Sample) -> str | None:
         return f"metadata of the type {type(sample.metadata).__name__}; it must be a dict"
     if not isinstance(versions, list) or not all(isinstance(version, str) for version in versions):
         return f"weight_versions {str(versions)[:80]}; it must be a list of strings"
+    if sample.end_reason is not None and sample.end_reason not in END_REASONS:
+        return f"the end_reason {shown(sample.end_reason)!r}; it must be None or one of {', '.join(END_REASONS)}"
+    if not isinstance(sample.reward_is_trusted, bool | np.bool_):
+        return f"reward_is_trusted {shown(sample.reward_is_trusted)!r}; it must be True or False"
     return None
 
 

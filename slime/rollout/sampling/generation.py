@@ -326,7 +326,7 @@ async def _call_generate(
     if args.save_debug_rollout_data is not None:
         bind_trace(sample)  # the dump is where traces are read
     if sample.status is Status.ABORTED:
-        sample.status = Status.PENDING  # of an earlier rollout
+        sample.status, sample.end_reason, sample.reward_is_trusted = Status.PENDING, None, True
         if is_traced(sample):
             trace_next_attempt(sample)
     path = sample.generate_function_path or args.custom_generate_function_path

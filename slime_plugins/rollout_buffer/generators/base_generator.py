@@ -151,7 +151,10 @@ class BaseGenerator:
             return
 
 
-_KEPT = ("tokens", "response", "response_length", "loss_mask", "rollout_log_probs", "weight_versions", "status")
+_KEPT = (
+    *("tokens", "response", "response_length", "loss_mask", "rollout_log_probs", "weight_versions", "status"),
+    *("end_reason", "reward_is_trusted"),
+)
 
 
 def record_of(prompt: Prompt, sample: Sample, reward: float | dict[str, Any] | None) -> Record:
