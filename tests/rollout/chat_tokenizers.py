@@ -12,6 +12,7 @@ from typing import Any
 TEMPLATES = Path(__file__).parent.parent / "fixtures" / "chat_templates"
 _CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _QWEN_TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+_TAGS = ("<think", "</", "<tool_", "<arg_", "<｜tool")
 SPECIAL = {
     "qwen2_5": [*_CHATML, *_QWEN_TAGS[:2]],
     "qwen3": [*_CHATML, *_QWEN_TAGS],
@@ -19,7 +20,18 @@ SPECIAL = {
     "deepseek_r1_distill_qwen": [
         *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
         *("<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+        *(
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁sep｜>",
+        ),
         *("<think>", "</think>"),
+    ],
+    "glm4_5": [
+        *("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),
+        *(*_QWEN_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ],
     "glm4": ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"],
     "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
@@ -36,8 +48,11 @@ _TEXT = [
 
 
 @functools.cache
-def family_tokenizer(family: str) -> Any:
-    """The tokenizer of a family of tests/fixtures/chat_templates."""
+def family_tokenizer(family: str, special: tuple[str, ...] = ()) -> Any:
+    """The tokenizer of a family of tests/fixtures/chat_templates; `special` are other special tokens than its own.
+
+    Tags are no special tokens: as in the real tokenizers a model may be made to write them.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -50,7 +65,9 @@ def family_tokenizer(family: str) -> Any:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(_TEXT, trainer)
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIAL[family]])
+    for text in special or SPECIAL[family]:
+        add = tokenizer.add_tokens if text.startswith(_TAGS) else tokenizer.add_special_tokens
+        add([AddedToken(text, normalized=False, special=not text.startswith(_TAGS))])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
     wrapped.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
     return wrapped

@@ -25,9 +25,10 @@ TOOLS = [{"type": "function", "function": {"name": "calculator", "description": 
 ANTHROPIC_TOOLS = [{"name": "calculator", "input_schema": {"type": "object"}}]
 QUESTION = {"role": "user", "content": "What is 84*18?"}
 AGAIN = {"role": "user", "content": "And 12*12?"}
-THINKERS = ("qwen3", "qwen3_5", "deepseek_r1_distill_qwen")
-REASONING = {"qwen3": "qwen3", "qwen3_5": "qwen3", "deepseek_r1_distill_qwen": "deepseek-r1"}
+THINKERS = ("qwen3", "qwen3_5", "deepseek_r1_distill_qwen", "glm4_5")
+REASONING = {"glm4_5": "glm45", "qwen3": "qwen3", "qwen3_5": "qwen3", "deepseek_r1_distill_qwen": "deepseek-r1"}
 ENDS = {"deepseek_r1_distill_qwen": "<｜end▁of▁sentence｜>", "llama3": "<|eot_id|>", "glm4": "<|observation|>"}
+ENDS["glm4_5"] = ENDS["glm4"]
 TURNS = 30
 
 

@@ -19,7 +19,7 @@ QUESTION = {"role": "user", "content": "What is 84*18?"}
 RESULT = {"role": "tool", "content": "1512"}
 AGAIN = {"role": "user", "content": "And 12*12?"}
 THOUGHT = "Let me think.\n</think>\n\n"
-THINKERS = ("qwen3", "qwen3_5", "deepseek_r1_distill_qwen")
+THINKERS = ("qwen3", "qwen3_5", "deepseek_r1_distill_qwen", "glm4_5")
 ENDS = {
     "qwen2_5": "<|im_end|>",
     "qwen3": "<|im_end|>",
@@ -32,7 +32,7 @@ ENDS = {
 
 def written(family: str, text: str, next_role: str = "user") -> str:
     """What a model of the family writes in a turn, its end included."""
-    if family == "glm4":
+    if family in ("glm4", "glm4_5"):
         return "\n" + text + ("<|observation|>" if next_role == "tool" else "<|user|>")
     return text + ENDS[family]
 
@@ -158,7 +158,7 @@ def test_a_turn_that_was_cut_off_is_closed_for_the_model(family):
         )
         for text in ("1512", written(family, "1512"))
     )
-    end = "<|user|>" if family == "glm4" else ENDS[family]
+    end = "<|user|>" if family in ("glm4", "glm4_5") else ENDS[family]
     assert tokenizer.decode(cut) == end + tokenizer.decode(closed)
 
 

@@ -126,6 +126,22 @@ def install_all_heads_norm() -> None:
     MiniMaxM2QKRMSNorm._forward_naive = MiniMaxM2QKRMSNorm._forward_cpu
 
 
+def install_structured_output() -> None:
+    """Let regex and JSON schemas bind the sampling on CPU: SGLang pins the mask and applies it with triton."""
+    from sglang.srt.constrained import xgrammar_backend
+    from xgrammar import allocate_token_bitmask, apply_token_bitmask_inplace
+
+    def allocate(vocab_size: int, batch_size: int) -> torch.Tensor:
+        return allocate_token_bitmask(batch_size, vocab_size)
+
+    def apply(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+        apply_token_bitmask_inplace(logits, vocab_mask)
+
+    xgrammar_backend._allocate_token_bitmask = allocate
+    for kind in (xgrammar_backend.XGrammarGrammar, xgrammar_backend.XGrammarGrammarBackend):
+        kind.apply_vocab_mask = staticmethod(apply)
+
+
 def drop_pinned_memory() -> None:
     """Let torch's factories ignore `pin_memory`, which needs CUDA: SGLang's buffers of routed experts ask for it."""
     import torch

@@ -105,6 +105,7 @@ def _prepare_cpu(server_args: dict[str, Any]) -> None:
     else:
         cpu_standins.install()
     cpu_standins.install_kernels()
+    cpu_standins.install_structured_output()
     if server_args.get("enable_return_routed_experts"):
         cpu_standins.drop_pinned_memory()
     cpu_standins.install_attention()
