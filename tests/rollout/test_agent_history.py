@@ -7,7 +7,10 @@ ids that it saw and wrote before: a prompt that was rendered anew would differ a
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
+import sys
+from pathlib import Path
 
 import anthropic
 import openai
@@ -221,3 +224,56 @@ def test_the_fixtures_of_qwen3_show_calls_and_separate_thoughts(family):
     text = render_chat(family_tokenizer(family), [QUESTION, said], tools=TOOLS, add_generation_prompt=False)
     shown = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "84*18"}}\n</tool_call>'
     assert text.endswith(f"<think>\nhm\n</think>\n\nSure.\n{shown}\n{shown}<|im_end|>\n")
+
+
+def capture_graph(engine):
+    """OpenEnv's own graph of the calls that an engine saw; its package would load gradio, the module needs nothing."""
+    package = importlib.util.find_spec("openenv")
+    assert package is not None and package.submodule_search_locations
+    path = Path(package.submodule_search_locations[0]) / "core" / "harness" / "capture" / "graph.py"
+    spec = importlib.util.spec_from_file_location("openenv_capture_graph", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    graph = module.RolloutGraph()
+    for i, (request, output) in enumerate(zip(engine.requests, engine.outputs, strict=True)):
+        log_probs = [-(k + 1) / 8 for k in range(len(output))]
+        graph.add_turn(module.TurnNode(str(i), request["input_ids"], output, log_probs))
+    return graph
+
+
+def branching_agent(url):
+    """Two helpers that continue the same answer, a third that begins anew, and the main agent after them."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="s", max_retries=0)
+
+    def ask(*messages):
+        answer = client.chat.completions.create(model="m", messages=list(messages), tools=TOOLS).choices[0].message
+        return [*messages, {"role": "assistant", "content": answer.content, "tool_calls": answer.tool_calls}]
+
+    start = ask({"role": "system", "content": "be brief"}, QUESTION)
+    answers = [{"role": "tool", "tool_call_id": call.id, "content": "1512"} for call in start[-1]["tool_calls"]]
+    for helper in ("first", "second"):
+        ask(*start, *answers, {"role": "user", "content": f"You are the {helper} helper."})
+    ask({"role": "user", "content": "You are the third helper."})
+    return ask(*ask(*start, *answers), AGAIN)
+
+
+@pytest.mark.parametrize("history", ["append", "render"])
+@pytest.mark.parametrize("agent", [lambda url: openai_agent(url, 6), branching_agent], ids=["chain", "branches"])
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3"])
+def test_samples_are_the_sequences_of_openenvs_capture_of_the_same_calls(family, agent, history):
+    pytest.importorskip("openenv", reason="OpenEnv's capture is the reference")
+    texts = [written(family, turn, turn == 5) for turn in range(6)]
+    with serving(OpenAIAdapter, family, texts, history=history, fork_threshold_tokens=0) as (adapter, url, engine):
+        agent(url)
+        samples = finish(adapter)
+    graph = capture_graph(engine)
+    expected = graph.sequences()
+    assert sorted(s.tokens for s in samples) == sorted(s.input_ids for s in expected)
+    # OpenEnv trains a shared turn in every sequence that holds it, slime in the first.
+    assert sum(sum(s.loss_mask) for s in samples) == sum(len(node.sampled_ids) for node in graph.nodes())
+    by_tokens = {tuple(sequence.input_ids): sequence for sequence in expected}
+    for sample in samples:
+        sequence = by_tokens[tuple(sample.tokens)]
+        mask, own = sequence.loss_mask[-sample.response_length :], sequence.logprobs[-sample.response_length :]
+        trained = [(i, own[i]) for i, bit in enumerate(sample.loss_mask) if bit]
+        assert trained and all(mask[i] and sample.rollout_log_probs[i] == p for i, p in trained)
