@@ -20,6 +20,7 @@ from aiohttp import web
 
 from slime.config.parse import FLAG_CLASSES
 from slime.config.parser import defaults_of
+from slime.utils.async_utils import cancel_all
 
 A = ord("a")
 
@@ -116,6 +117,8 @@ def serve(app: web.Application, **settings: Any) -> Iterator[int]:
         asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
+        # A handler that still hangs would be found by the garbage collector, in the middle of another test.
+        loop.run_until_complete(cancel_all(asyncio.all_tasks(loop)))
         loop.close()
 
 
