@@ -17,12 +17,10 @@ from slime.dashboard.records import SampleFile, Samples
 from slime.dashboard.runs import Run
 from slime.dashboard.series import AXES, finite
 from slime.dashboard.timeline import current_phase, progress, rollout_seconds
-from slime.observability.metric_table import describe
+from slime.observability.metric_table import describe, evaluation_sets
 
 ITERATION = re.compile(r"iter_(\d+)")
 WARNING = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
-SET_MEAN = re.compile(r"eval/([^/]+)")
-OF_SET = re.compile(r"-(truncated_ratio|failed_samples|pass@\d+)$")
 MOST_WARNINGS = 20
 MOST_PROBLEMS, SHOWN_PROMPT, SHOWN_ANSWER = 400, 300, 2000
 RECENT_ROLLOUTS = 5
@@ -197,8 +195,7 @@ def evaluation_page(run: Run, wanted: str) -> dict[str, Any]:
         wanted: the set; another one where there is none of the name.
     """
     marks = problem_rewards(run)
-    logged = (SET_MEAN.fullmatch(name) for name in run.series.points)
-    names = {found[1] for found in logged if found and not OF_SET.search(found[1])}
+    names = set(evaluation_sets(run.series.points))
     names |= {dataset for by_set in marks.values() for dataset in by_set}
     chosen = wanted if wanted in names else min(names, default="")
     sets = {name: _set_over_steps(run, name, marks) for name in sorted(names)}

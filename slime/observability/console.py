@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import statistics
 import sys
@@ -22,7 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.observability.metric_table import evaluation_sets
 from slime.observability.phases import seconds
+
+logger = logging.getLogger(__name__)
 
 Values = Mapping[str, float]
 WIDTH = 120
@@ -93,10 +97,11 @@ def eval_line(values: Values) -> str:
     """
     step = int(values["eval/step"])
     when = f"after rollout {step - 1}" if step else "before training"
+    sets = {f"eval/{name}" for name in evaluation_sets(values)}
     scores = [
         f"{name.removeprefix('eval/')}{TOGETHER}{value:.3f}"
         for name, value in values.items()
-        if name != "eval/step" and name.count("/") == 1 and ("-" not in name or "-pass@" in name)
+        if name in sets or ("-pass@" in name and name.count("/") == 1)
     ]
     line = " ".join([f"eval {step} ({when})", *scores])
     text = textwrap.fill(line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
@@ -265,11 +270,23 @@ PANELS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def read_records(path: Path) -> Iterator[dict[str, float | str]]:
-    """The records of a metrics.jsonl; a last line cut short by a killed run is left out."""
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n") and line.strip():
-                yield json.loads(line)
+    """The records of a metrics.jsonl; a line that holds none, as a killed run leaves it, is left out and counted."""
+    num_broken = 0
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in filter(str.strip, lines):
+            if not line.endswith("\n"):
+                break  # it is being written
+            try:
+                record = json.loads(line)
+            except ValueError:
+                num_broken += 1
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step_key"), str):
+                yield record
+            else:
+                num_broken += 1
+    if num_broken:
+        logger.warning("%s has %d lines that hold no record; they are left out", path, num_broken)
 
 
 def read_series(path: Path) -> Series:
@@ -307,11 +324,11 @@ def select_panels(series: Mapping[str, dict[float, float]]) -> list[Panel]:
         return {label: series[name] for name, label in names.items() if name in series}
 
     hidden = {"train/loss"} if "train/pg_loss" in series else set()  # a policy's loss is zero on the weights it is of
-    sets = sorted(name for name in series if name.startswith("eval/") and name.count("/") == 1 and "-" not in name)
+    sets = sorted(evaluation_sets(series))
     panels = [
         Panel("reward", ROLLOUT, pick({"rollout/raw_reward": "mean", "rollout/greedy_reward": "of greedy answers"})),
         Panel("loss", STEP, pick({name: label for name, label in LOSS.items() if name not in hidden})),
-        Panel("evaluation", "rollouts trained", pick({name: name.removeprefix("eval/") for name in sets})),
+        Panel("evaluation", "rollouts trained", pick({f"eval/{name}": name for name in sets})),
         *(Panel(title, unit, pick(names)) for title, (unit, names) in PANELS.items()),
     ]
     is_demonstrated = "train/loss" in series and not hidden and not any(series.get("rollout/raw_reward", {}).values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 GENERATION = "slime/observability/rollout_metrics.py"
@@ -22,6 +23,8 @@ ASYNC = "slime/rollout/fully_async_rollout.py"
 RUN = "slime/ray/"
 TURNS = "slime/rollout/multi_turn.py"
 STATS = ("mean", "median", "max", "min")
+SET_MEAN = re.compile(r"eval/([^/]+)")
+OF_SET = re.compile(r"-(truncated_ratio|failed_samples|pass@\d+)$")
 
 
 @dataclass(frozen=True)
@@ -308,6 +311,17 @@ FAMILIES: dict[str, tuple[MetricRow, ...]] = {
         ),
     ),
 }
+
+
+def evaluation_sets(names: Iterable[str]) -> list[str]:
+    """Return the data sets whose mean reward is among the names of metrics, in their order.
+
+    Example:
+        >>> evaluation_sets(["eval/step", "eval/math-500", "eval/math-500-pass@4", "eval/math-500/response_len/mean"])
+        ['math-500']
+    """
+    found = (SET_MEAN.fullmatch(name) for name in names if name != "eval/step")
+    return [match[1] for match in found if match and not OF_SET.search(match[1])]
 
 
 def describe(name: str) -> MetricRow | None:

@@ -87,6 +87,8 @@ def test_an_evaluation_is_numbered_by_the_rollouts_before_it_and_many_sets_take_
     assert eval_line({"eval/step": 0, "eval/a": 0.5}) == "eval 0 (before training) a 0.500"
     found = {"eval/step": 8, "eval/a": 0.75, "eval/a/truncated_ratio": 1.0, "eval/a-truncated_ratio": 1.0}
     assert eval_line(found | {"eval/a-pass@4": 1.0}) == "eval 8 (after rollout 7) a 0.750 a-pass@4 1.000"
+    hyphens = {"eval/step": 1, "eval/math-500": 0.5, "eval/math-500-truncated_ratio": 0.1, "eval/a-failed_samples": 2}
+    assert eval_line(hyphens) == "eval 1 (after rollout 0) math-500 0.500"
     many = {f"eval/set-{number}-pass@1": 0.5 for number in range(20)}
     lines = eval_line({"eval/step": 8} | many).split("\n")
     assert len(lines) > 1 and max(map(len, lines)) <= WIDTH and all(line.startswith("    ") for line in lines[1:])

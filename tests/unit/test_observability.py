@@ -511,12 +511,24 @@ def test_of_a_step_logged_twice_the_later_value_is_drawn(tmp_path: Path):
     assert console.read_series(path) == {"eval/a": {1: 0.2}}
 
 
+def test_damaged_lines_inside_a_file_are_left_out_and_counted_once(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    row = json.dumps({"step_key": "train/step", "train/step": 1, "train/loss": 2.0}) + "\n"
+    path.write_bytes(b'{"cut sho\n[1]\n\xff\n{"a": 1}\n\n' + row.encode())
+    assert console.read_series(path) == {"train/loss": {1: 2.0}}
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} has 4 lines that hold no record; they are left out"
+    ]
+
+
 GRPO_SERIES = {
     "rollout/raw_reward": {0: 0.25, 1: 0.5},
     "rollout/dropped_ratio": {0: 0.1, 1: 0.2},
     "eval/addition": {0: 0.5},
     "eval/addition-truncated_ratio": {0: 0.5},
     "eval/addition/truncated_ratio": {0: 0.5},
+    "eval/math-500": {0: 0.25},
+    "eval/math-500-pass@4": {0: 0.5},
     "train/loss": {0: 0.0},
     "train/pg_loss": {0: 0.0},
     "train/entropy_loss": {0: 0.7},
@@ -534,7 +546,10 @@ def test_curves_have_panels_for_what_was_logged_with_legends_in_words():
         *["reward", "evaluation", "shares of a rollout", "entropy", "KL", "clipped tokens (share)", "value loss"],
         "seconds a rollout",
     ]
-    assert panels["evaluation"].curves == {"addition": {0: 0.5}} and panels["evaluation"].unit == "rollouts trained"
+    assert (
+        panels["evaluation"].curves == {"addition": {0: 0.5}, "math-500": {0: 0.25}}
+        and panels["evaluation"].unit == "rollouts trained"
+    )
     assert panels["shares of a rollout"].curves == {"dropped groups": {0: 0.1, 1: 0.2}}
     assert not any("/" in label for panel in panels.values() for label in panel.curves)
 
