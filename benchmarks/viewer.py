@@ -62,6 +62,8 @@ def sample_rows(start: int, stop: int, *, tokens: int, random_: random.Random) -
             "label": str(group % 97 + group % 89),
             "metadata": "{}",
             "removed": False,
+            "end_reason": "done" if length < tokens else "length",
+            "reward_is_trusted": True,
             "images": 0,
             "prompt_chars": len(prompt),
             "response_chars": len(response),

@@ -103,6 +103,7 @@ class AlarmSettings(BaseModel):
     length_explosion: Growth = Growth()
     staleness: Level = Level(at_least=4)
     failures: Level = Level(at_least=1, rollouts=5)
+    untrusted_rewards: Share = Share(share=0.1, rollouts=2)
     engines_lost: Level = Level(at_least=1, rollouts=1)
     slow_phase: Jump = Jump(factor=6, at_least=60)
     low_mfu: Below = Below()

@@ -31,7 +31,7 @@ MOST_ROWS, MOST_TOKENS = 200, 4000
 SHOWN_TEXT = 20_000
 MOST_MESSAGES = 400
 SORTABLE = ("sample_id", "reward", "response_length", "prompt_length", "num_turns", "group_index")
-EXACT = ("status", "dataset", "group_index")
+EXACT = ("status", "end_reason", "reward_is_trusted", "dataset", "group_index")
 TEXTS = ("prompt", "response")
 
 
@@ -211,21 +211,26 @@ class Samples:
     @cached_property
     def _whole(self) -> dict[str, Any]:
         """What does not depend on a query."""
+        import pyarrow as pa
         import pyarrow.compute as pc
 
         return {
             "statuses": _counts(self._table["status"]),
+            "end_reasons": _counts(self._table["end_reason"]),
+            "trusted": _counts(self._table["reward_is_trusted"].cast(pa.string())),
             "datasets": _counts(self._table["dataset"]),
             "groups": pc.count_distinct(self._table["group_index"]).as_py(),
         }
 
     @cached_property
     def _flat_groups(self) -> Any:
-        """Groups of at least two samples whose rewards are all the same: they give no gradient."""
+        """Groups of at least two samples whose trusted rewards are all the same: they give no gradient."""
         import pyarrow.compute as pc
 
-        found = self._table.group_by("group_index").aggregate(
-            [("reward", "min"), ("reward", "max"), ("reward", "count")]
+        found = (
+            self._table.filter(self._table["reward_is_trusted"])
+            .group_by("group_index")
+            .aggregate([("reward", "min"), ("reward", "max"), ("reward", "count")])
         )
         is_flat = pc.equal(found["reward_min"], found["reward_max"])
         return found.filter(pc.and_(is_flat, pc.greater(found["reward_count"], 1)))["group_index"]

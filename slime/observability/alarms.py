@@ -282,10 +282,23 @@ RULES: dict[str, Rule] = {
         _level(
             "rollout/sample_errors/",
             "rollout/reward_failures",
+            "rollout/untrusted_retries",
+            "rollout/dynamic_filter/drop_untrusted_reward",
             "rollout/tool_timeouts",
             "rollout/fully_async/crashed_groups",
         ),
-        ("--on-sample-error", "--max-group-retries", "--tool-concurrency"),
+        ("--on-sample-error", "--on-untrusted-reward", "--max-group-retries", "--tool-concurrency"),
+    ),
+    "untrusted_rewards": Rule(
+        "environments or graders fail: many rewards are not trusted",
+        _share("rollout/untrusted_reward"),
+        (
+            "--on-untrusted-reward",
+            "--max-group-retries",
+            "--rm-url",
+            "--code-sandbox-concurrency",
+            "--tool-concurrency",
+        ),
     ),
     "engines_lost": Rule(
         "engines were lost", _level("rollout/engines_lost"), ("--use-fault-tolerance", "--sglang-mem-fraction-static")

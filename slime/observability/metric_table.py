@@ -60,7 +60,7 @@ FAMILIES: dict[str, tuple[MetricRow, ...]] = {
     "Rewards and responses": (
         *_rows(
             REPORTS,
-            ("rollout/raw_reward", "mean reward of the samples, as scored", "", "rises"),
+            ("rollout/raw_reward", "mean reward of the samples, as scored; untrusted ones left out", "", "rises"),
             ("rollout/rewards", "mean reward after the group's baseline is subtracted", "", "near 0 with a baseline"),
             ("rollout/advantages", "mean advantage over trained tokens", "", "near 0"),
             ("rollout/returns", "mean return over trained tokens"),
@@ -100,6 +100,18 @@ FAMILIES: dict[str, tuple[MetricRow, ...]] = {
                 "below 0.5",
             ),
             ("rollout/zero_std/count_<reward>", "groups all of whose samples got this reward", "groups"),
+            (
+                "rollout/end_reason/<reason>",
+                "share of the samples that ended so: done, max_turns, length, budget, env_error, grader_error, "
+                "transport or aborted",
+                "share",
+            ),
+            (
+                "rollout/untrusted_reward",
+                "share of the samples whose reward is not trusted (--on-untrusted-reward)",
+                "share",
+                "0",
+            ),
             ("rollout/error_cat/<value>", "share of the samples with this value of --log-reward-category", "share"),
             ("rollout/correct_ratio", "share of the samples with a reward of 1 (--log-correct-samples)", "share"),
             ("rollout/correct_response_len/<stat>", "trained tokens of the samples with a reward of 1", "tokens"),
@@ -122,6 +134,7 @@ FAMILIES: dict[str, tuple[MetricRow, ...]] = {
                 "0",
             ),
             ("rollout/reward_failures", "samples whose reward failed (--on-sample-error)", "samples", "0"),
+            ("rollout/untrusted_retries", "samples made again (--on-untrusted-reward retry)", "samples", "0"),
             ("rollout/tool_timeouts", "tool calls that ran into their deadline", "calls", "0"),
             ("rollout/partial_rollout/resumed_samples", "samples that went on from an earlier rollout", "samples"),
             ("rollout/greedy_reward", "mean reward of the greedy responses (--advantage-estimator remax)"),
@@ -222,6 +235,13 @@ FAMILIES: dict[str, tuple[MetricRow, ...]] = {
             ("eval/<set>/repetition_frac", "share of the set's answers that repeat themselves", "share", "near 0"),
             ("eval/<set>/prefix_cache_hit_rate", "prompt tokens found in the prefix cache", "share"),
             ("eval/<set>/avg_cached_tokens_per_sample", "prompt tokens from the prefix cache", "tokens"),
+            ("eval/<set>/end_reason/<reason>", "share of the set's answers that ended so", "share"),
+            (
+                "eval/<set>-untrusted_samples",
+                "answers whose reward is not trusted: they are in no other metric of the set",
+                "samples",
+                "0",
+            ),
             ("eval/<set>/multi_turn/<metric>", "the metric `multi_turn/<metric>` of the set's answers"),
         ),
         *_rows(

@@ -87,7 +87,8 @@ def compute_rollout_metrics(args: Args, samples: Sequence[Sample], rollout_time:
     metrics = dict_add_prefix(compute_metrics_from_samples(args, samples), "rollout/")
     metrics |= dict_add_prefix(compute_perf_metrics_from_samples(args, samples, rollout_time), "perf/")
     if args.log_passrate:
-        metrics |= dict_add_prefix(pass_rate(_rewards(args, samples), samples, args.n_samples_per_prompt), "passrate/")
+        whole = _of_trusted_groups(args, samples)
+        metrics |= dict_add_prefix(pass_rate(_rewards(args, whole), whole, args.n_samples_per_prompt), "passrate/")
     if args.log_multi_turn:
         metrics |= dict_add_prefix(multi_turn_metrics(samples), "multi_turn/")
     return metrics | dict_add_prefix(agent_metrics(samples), "agent/")
@@ -103,14 +104,23 @@ def compute_metrics_from_samples(args: Args, samples: Sequence[Sample]) -> dict[
     Raises:
         ValueError: a reward has no such key as `log_reward_category`.
     """
-    metrics = sample_metrics(samples) | zero_std_counts(args, samples)
+    known = [sample for sample in samples if sample.counts(args)]
+    metrics = sample_metrics(samples) | end_reasons(samples) | zero_std_counts(args, known)
+    if samples:
+        metrics["untrusted_reward"] = _mean([not sample.reward_is_trusted for sample in samples])
     if args.overlong_buffer_len is not None:
-        metrics |= overlong_metrics(overlong_penalties(args, samples))
+        metrics |= overlong_metrics(overlong_penalties(args, known))
     if args.log_reward_category:
-        metrics |= dict_add_prefix(reward_categories(samples, args.log_reward_category), "error_cat/")
+        metrics |= dict_add_prefix(reward_categories(known, args.log_reward_category), "error_cat/")
     if args.log_correct_samples:
-        metrics |= dict_add_prefix(correct_metrics(_rewards(args, samples), samples), "correct_")
+        metrics |= dict_add_prefix(correct_metrics(_rewards(args, known), known), "correct_")
     return metrics
+
+
+def end_reasons(samples: Sequence[Sample]) -> dict[str, float]:
+    """Share of the samples for each reason of their end."""
+    counts = Counter(sample.end_reason for sample in samples if sample.end_reason)
+    return {f"end_reason/{reason}": count / len(samples) for reason, count in sorted(counts.items())}
 
 
 def compute_eval_metrics(args: Args, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
@@ -118,16 +128,22 @@ def compute_eval_metrics(args: Args, data: Mapping[str, Mapping[str, Any]]) -> d
 
     Args:
         args: reads `log_passrate`, `log_multi_turn`, `eval_datasets`, `n_samples_per_eval_prompt`.
-        data: per data set `{"rewards": list[float], "truncated": list[bool], "samples": list[Sample]}`.
+        data: per data set `{"rewards": list[float], "truncated": list[bool], "samples": list[Sample]}`, and
+            "untrusted", the samples that are in none of these lists because their reward is not trusted.
 
     Returns:
-        `eval/<set>` (mean reward), `eval/<set>-truncated_ratio`, `eval/<set>/<sample metric>`, `eval/<set>-pass@k`.
+        `eval/<set>` (mean reward), `eval/<set>-truncated_ratio`, `eval/<set>/<sample metric>`, `eval/<set>-pass@k`
+        (of the prompts of which no sample is untrusted), `eval/<set>-untrusted_samples` where there are any.
     """
     metrics: dict[str, float] = {}
     own = {config.name: config.n_samples_per_eval_prompt for config in args.eval_datasets}
     for name, result in data.items():
         rewards = [float(reward) for reward in result["rewards"]]
         samples: Sequence[Sample] = result.get("samples") or []
+        untrusted: Sequence[Sample] = result.get("untrusted") or []
+        if untrusted:
+            metrics[f"eval/{name}-untrusted_samples"] = float(len(untrusted))
+        metrics |= dict_add_prefix(end_reasons([*samples, *untrusted]), f"eval/{name}/")
         if rewards:
             metrics[f"eval/{name}"] = sum(rewards) / len(rewards)
         if samples:
@@ -140,6 +156,11 @@ def compute_eval_metrics(args: Args, data: Mapping[str, Mapping[str, Any]]) -> d
             metrics[f"eval/{name}-truncated_ratio"] = sum(map(bool, result["truncated"])) / len(result["truncated"])
         if args.log_passrate:
             repetitions = own.get(name, args.n_samples_per_eval_prompt)
+            if untrusted:
+                lost = {sample.group_index for sample in untrusted}
+                pairs = zip(rewards, samples, strict=True)
+                whole = [(reward, sample) for reward, sample in pairs if sample.group_index not in lost]
+                rewards, samples = [reward for reward, _ in whole], [sample for _, sample in whole]
             metrics |= dict_add_prefix(pass_rate(rewards, samples, repetitions), f"eval/{name}-")
     return metrics
 
@@ -298,6 +319,11 @@ def pass_rate(rewards: Sequence[float], samples: Sequence[Sample], group_size: i
     elif len(rewards) % group_size:
         return {}
     return compute_pass_rate(rewards, group_size)
+
+
+def _of_trusted_groups(args: Args, samples: Sequence[Sample]) -> list[Sample]:
+    lost = {sample.group_index for sample in samples if not sample.counts(args)}
+    return [sample for sample in samples if sample.counts(args) and sample.group_index not in lost]
 
 
 def _rewards(args: Args, samples: Sequence[Sample]) -> list[float]:

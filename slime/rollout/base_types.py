@@ -57,7 +57,8 @@ class GenerateFn(Protocol):
     Called: for each sample of a training rollout and of an evaluation, with a place among the requests that the
         engines take at once. A path in `Sample.generate_function_path`, or of an evaluation set, wins.
     Returns: the Sample, or a list of them (fan-out, e.g. sub-agents); these share one rollout_id and count once in
-        every mean. A sample that comes back with a reward is not scored again.
+        every mean. A sample that comes back with a reward is not scored again. Where its environment failed it says
+        so: `end_reason` and `reward_is_trusted` (--on-untrusted-reward).
     """
 
     def __call__(
@@ -81,7 +82,8 @@ class RewardFn(Protocol):
     Called: with one sample; with the list of samples when a generate function returned a list; with --group-rm with
         the list of the group's samples. Not for aborted samples, nor for samples that have a reward. A path in
         `Sample.custom_rm_path`, or of an evaluation set, wins; those are always called with one sample.
-    Returns: a finite number, or a dict that --reward-key reads; of a list a list of them, one for each sample.
+    Returns: a finite number, or a dict that --reward-key reads; of a list a list of them, one for each sample. A
+        grader that failed sets `sample.reward_is_trusted` to False, and may return None (--on-untrusted-reward).
     """
 
     def __call__(self, args: Args, sample: Any, **kwargs: Any) -> Awaitable[Any]: ...
@@ -90,7 +92,8 @@ class RewardFn(Protocol):
 class DynamicFilter(Protocol):
     """--dynamic-sampling-filter-path: keep or drop a finished group (a dropped one is replaced by a new prompt).
 
-    Called: for each finished and scored group of a training rollout, until --rollout-batch-size groups were kept.
+    Called: for each finished and scored group of a training rollout, until --rollout-batch-size groups were kept;
+        with the samples of it whose reward counts (--on-untrusted-reward).
     Returns: slime.rollout.filter_hub.base_types.DynamicFilterOutput, or a bool.
     """
 
@@ -131,7 +134,8 @@ class AllSamplesProcess(Protocol):
 class RewardPostProcess(Protocol):
     """--custom-reward-post-process-path: turn rewards into those that advantages are made of.
 
-    Called: once for each training rollout with all of its samples as a flat list, before they become training data.
+    Called: once for each training rollout with all of its samples whose reward counts (--on-untrusted-reward) as a
+        flat list, before they become training data.
     Returns: (raw rewards, rewards for training), two lists with one number for each sample.
     """
 

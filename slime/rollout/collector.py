@@ -1,7 +1,7 @@
 """Sorts the finished groups of a rollout: accepted, dropped by the filter, failed, or to be given back.
 
-It decides what --on-sample-error, --partial-rollout and the dynamic filter make of a group. When groups are started,
-and when the rollout is over, slime.rollout.sglang_rollout decides.
+It decides what --on-sample-error, --on-untrusted-reward drop, --partial-rollout and the dynamic filter make of one.
+When groups are started, and when the rollout is over, slime.rollout.sglang_rollout decides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from slime.rollout.filter_hub import (
 )
 from slime.rollout.hooks.sample_errors import SampleError, blame, hook_name, stray_cancellation
 from slime.rollout.rm_hub import take_reward_failures
-from slime.rollout.sampling.generation import GREEDY_REWARD, START, GenerateState, is_unfinished
+from slime.rollout.sampling.attempts import START, take_untrusted_retries
+from slime.rollout.sampling.generation import GREEDY_REWARD, GenerateState, is_unfinished
 from slime.rollout.tool_calls import take_tool_timeouts
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -30,6 +31,7 @@ Group = list[Sample]
 _WARN_AFTER_BATCHES = 5
 _LEAST_FAILURES = 16
 _MAX_FAILURES_PER_PROMPT = 4
+_UNTRUSTED = DynamicFilterOutput(keep=False, reason="untrusted_reward")
 
 
 class Collector:
@@ -87,10 +89,13 @@ class Collector:
         return 0
 
     def offer(self, group: Group, *, num_expected: int) -> bool:
-        """Accept a finished group into the batch, or drop it as the dynamic filter says; returns whether it is in.
+        """Accept a finished group into the batch, or drop it as the dynamic filter or --on-untrusted-reward says.
 
         Args:
             num_expected: groups that are accepted or in flight, this one included.
+
+        Returns:
+            whether it is in the batch.
 
         Raises:
             SampleError: the filter failed.
@@ -106,10 +111,16 @@ class Collector:
         return True
 
     def _judge(self, group: Group) -> DynamicFilterOutput:
+        """The filter sees no sample whose reward says nothing; a group without any other has nothing to train on."""
+        known = [sample for sample in group if sample.counts(self.args)]
+        if len(known) < len(group) and self.args.on_untrusted_reward == "drop":
+            return _UNTRUSTED
         if self._filter is None:
             return DynamicFilterOutput(keep=True)
+        if not known:
+            return _UNTRUSTED
         with blame(self._filter_name, group[0]):
-            return call_dynamic_filter(self._filter, self.args, group)
+            return call_dynamic_filter(self._filter, self.args, known)
 
     def give_back(self, group: Group | None, untouched: Group) -> Group:
         """What returns to the data source of a group that is not used.
@@ -166,8 +177,9 @@ class Collector:
         self.dropped.append(group)
         self._drops.on_dynamic_filter_drop(reason)
         batch, num_dropped = self.args.rollout_batch_size, self._drops.num_dropped
+        name = self._filter_name or "--on-untrusted-reward drop"
         found = (
-            f"{self._filter_name} dropped {num_dropped} groups in rollout {self.rollout_id}, {len(self.accepted)} of "
+            f"{name} dropped {num_dropped} groups in rollout {self.rollout_id}, {len(self.accepted)} of "
             f"{batch} were accepted: {self._drops.collect()}"
         )
         if num_dropped == _WARN_AFTER_BATCHES * batch:
@@ -185,6 +197,8 @@ class Collector:
         metrics |= {f"rollout/sample_errors/{name}": float(count) for name, count in self._failures.items()}
         if lost := take_reward_failures():
             metrics["rollout/reward_failures"] = float(lost)
+        if again := take_untrusted_retries():
+            metrics["rollout/untrusted_retries"] = float(again)
         if late := take_tool_timeouts():
             metrics["rollout/tool_timeouts"] = float(late)
         samples = [sample for group in self.accepted for sample in group]

@@ -86,7 +86,8 @@ async def eval_rollout_single_dataset(args: Args, rollout_id: int, dataset_cfg: 
     Returns:
         {"rewards": [...], "truncated": [...], "samples": [...], "num_failed": n}, one entry per prompt and repetition,
         in the order of the file. Of a fan-out rollout the last sibling stands for the execution. Samples that failed,
-        and were not to end the run (--on-sample-error), are missing.
+        and were not to end the run (--on-sample-error), are missing. Those whose reward is not trusted
+        (--on-untrusted-reward) are in a list of their own, "untrusted", where there are any.
     """
     if args.group_rm and not dataset_cfg.custom_rm_path:
         raise UsageError(
@@ -105,13 +106,15 @@ async def eval_rollout_single_dataset(args: Args, rollout_id: int, dataset_cfg: 
                 # draw the same noise and err together: the accuracy says more about the seed than about the model.
                 seed = sampling_seed(args.rollout_seed, "eval", position, repetition)
                 calls.append(_one(args, sample, _with_seed(args, params, seed), bar))
-        samples = [sample for sample in await gather_or_cancel(calls) if sample is not None]
+        made = [sample for sample in await gather_or_cancel(calls) if sample is not None]
+    samples = [sample for sample in made if sample.counts(args)]
     key = args.eval_reward_key or args.reward_key
     return {
         "rewards": [_reward(sample, key, dataset_cfg.name) for sample in samples],
         "truncated": [sample.status is Sample.Status.TRUNCATED for sample in samples],
         "samples": samples,
-        "num_failed": len(calls) - len(samples),
+        "num_failed": len(calls) - len(made),
+        **({"untrusted": untrusted} if (untrusted := [one for one in made if not one.counts(args)]) else {}),
     }
 
 

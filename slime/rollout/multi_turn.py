@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os.path
 import re
 import time
@@ -27,15 +28,16 @@ from weakref import WeakKeyDictionary
 from slime.config.args import Args
 from slime.rollout.sampling.generation import GenerateState
 from slime.rollout.sampling.generation import generate as generate_once
-from slime.rollout.tool_calls import ToolError, call_tool, parse_tool_calls, tool_names
+from slime.rollout.tool_calls import EnvError, ToolError, call_tool, parse_tool_calls, tool_names
 from slime.utils.errors import UsageError
 from slime.utils.mask_utils import TurnMarkers, find_turn_markers
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import encode_text, render_chat
 from slime.utils.types import Sample
 
-__all__ = ["ToolError", "count_drift", "final_answer", "generate", "generate_turns", "next_turn_tokens"]
+__all__ = ["EnvError", "ToolError", "count_drift", "final_answer", "generate", "generate_turns", "next_turn_tokens"]
 
+logger = logging.getLogger(__name__)
 DEFAULT_MAX_TURNS = 8
 DEFAULT_TOOL_TIMEOUT_S = 60.0
 _STATE_KEYS = ("messages", "round_number", "tool_calls", "tool_errors", "template_drift", "turn_start", "final_status")
@@ -53,7 +55,8 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], 
         evaluation: whose limits hold; an evaluation is not aborted.
 
     Returns:
-        The sample; TRUNCATED where a limit of tokens or turns ended it, ABORTED where its rollout ended.
+        The sample; TRUNCATED where a limit of tokens or turns ended it, ABORTED where its rollout ended. Its reward is
+        not trusted where a tool's environment failed.
 
     Raises:
         UsageError: the prompt is no message list, or the tool function is not named.
@@ -67,8 +70,8 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], 
         answers = await conversation.use_tools(text)
         if not answers:
             break
-        if not conversation.append(answers, sampling_params, evaluation):
-            sample.status = Status.TRUNCATED
+        if reason := conversation.append(answers, sampling_params, evaluation):
+            sample.status, sample.end_reason = Status.TRUNCATED, reason
             break
         if GenerateState(args).aborted and not evaluation:
             sample.status = Status.ABORTED
@@ -112,9 +115,12 @@ async def generate_turns(
         if not answers:
             break
     else:
-        turns[-1].status = Status.TRUNCATED
+        turns[-1].status, turns[-1].end_reason = Status.TRUNCATED, "max_turns"
+    last = turns[-1]
+    last.note_end()
     for turn in turns:
-        turn.metadata |= {"messages": messages, "final_status": turns[-1].status.value, **counts}
+        turn.metadata |= {"messages": messages, "final_status": last.status.value, **counts}
+        turn.end_reason, turn.reward_is_trusted = last.end_reason, last.reward_is_trusted
     return turns
 
 
@@ -181,39 +187,52 @@ class Conversation:
         return text
 
     async def use_tools(self, text: str) -> list[Message]:
-        """Make the calls of a turn, one after the other; returns the messages of the tools."""
+        """Make the calls of a turn, one after the other.
+
+        Returns:
+            the messages of the tools; none where the turn calls nothing, or the environment failed.
+        """
         calls = parse_tool_calls(text)
         if not calls:
             return []
         known, function, timeout_s = tool_names(self.tools), tool_function(self.args), tool_timeout_s(self.args)
         answers: list[Message] = []
         started = time.monotonic()
-        for call in calls:
-            answer, succeeded = await call_tool(
-                function, self.args, self.sample, call, known=known, timeout_s=timeout_s
-            )
-            answers.append({"role": "tool", "name": call.name, "content": answer})
-            self.sample.metadata["tool_errors"] += not succeeded
+        try:
+            for call in calls:
+                answer, succeeded = await call_tool(
+                    function, self.args, self.sample, call, known=known, timeout_s=timeout_s
+                )
+                answers.append({"role": "tool", "name": call.name, "content": answer})
+                self.sample.metadata["tool_errors"] += not succeeded
+        except EnvError as error:
+            logger.warning("sample %s: its environment failed: %s", self.sample.index, error)
+            self.sample.end_reason, self.sample.reward_is_trusted = "env_error", False
+            answers = []
         self.sample.metadata["tool_calls"] += len(calls)
         self.sample.non_generation_time += time.monotonic() - started
         return answers
 
-    def append(self, answers: list[Message], sampling_params: dict[str, Any], evaluation: bool) -> bool:
-        """Append messages and the next generation prompt; False, and nothing is changed, where no turn may follow."""
+    def append(self, answers: list[Message], sampling_params: dict[str, Any], evaluation: bool) -> str | None:
+        """Append messages and the next generation prompt.
+
+        Returns:
+            the reason of the sample's end where no turn may follow, and nothing was changed; else None.
+        """
         sample, args = self.sample, self.args
         if sample.metadata["round_number"] >= (args.max_turns or DEFAULT_MAX_TURNS):
-            return False
+            return "max_turns"
         history = [*self.prompt, *self.messages]
         new = next_turn_tokens(self.tokenizer, history, answers, tokens=sample.tokens, **self.template)
         context = args.eval_max_context_len if evaluation else args.rollout_max_context_len
         if sample.response_length + len(new) >= sampling_params["max_new_tokens"]:
-            return False
+            return "length"
         if context is not None and len(sample.tokens) + len(new) >= context:
-            return False
+            return "length"
         said = self.tokenizer.decode(new, skip_special_tokens=sampling_params.get("skip_special_tokens", False))
         sample.append_response_tokens(args, tokens=new, trainable=False, text=said)
         sample.metadata["messages"] = [*self.messages, *answers]
-        return True
+        return None
 
     def measure_drift(self) -> None:
         """Note by how many tokens the conversation rendered as a whole differs from the sample's."""

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from slime.config.args import Args
 from slime.processes.wait import CallTimeout, DaemonThreads
 from slime.utils.async_utils import cancel_all, is_cancellation
+from slime.utils.http_utils import HttpError, is_refused
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 
@@ -39,6 +40,14 @@ class ToolError(Exception):
     """Raise it in a tool function when the model's arguments are at fault: the model reads the message and goes on.
 
     Any other exception is an error of the tool itself, and ends the sample.
+    """
+
+
+class EnvError(Exception):
+    """Raise it in a tool function when the environment failed (a sandbox is gone, a service is down).
+
+    The sample ends with `env_error`, and its reward is not trusted: --on-untrusted-reward. A `ConnectionError`, or an
+    `HttpError` that is no refusal, counts as one.
     """
 
 
@@ -116,7 +125,8 @@ async def call_tool(
         (text for the model, whether the call succeeded).
 
     Raises:
-        RuntimeError: the tool function raised something other than `ToolError`; or as many calls as there are threads
+        EnvError: the environment failed.
+        RuntimeError: the tool function raised something else than `ToolError`; or as many calls as there are threads
             were given up and still hang.
     """
     if call.problem:
@@ -136,8 +146,10 @@ async def call_tool(
     except TimeoutError:  # of what the tool itself waited for
         return f"error: {call.name} timed out", False
     except BaseException as error:
-        if is_cancellation(error):
+        if is_cancellation(error) or isinstance(error, EnvError):
             raise
+        if isinstance(error, ConnectionError) or (isinstance(error, HttpError) and not is_refused(error)):
+            raise EnvError(f"tool {call.name}: {type(error).__name__}: {error}") from error
         raise RuntimeError(
             f"tool {call.name} with {json.dumps(call.arguments)[:200]} raised {type(error).__name__}: {error}; raise "
             "slime.rollout.multi_turn.ToolError where the model is at fault"

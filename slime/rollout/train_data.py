@@ -9,6 +9,9 @@ groups are always those of `group_index` (never guessed from counts), a fan-out 
 `rollout_id`) counts once in its group's mean and deviation, and with --overlong-buffer-len a penalty for long
 responses is added first.
 
+A sample whose reward is not trusted stays in the batch with a mask of zeros (--on-untrusted-reward): it is in no mean,
+deviation or draw, its reward is 0, and its raw reward is NaN, which the trainer leaves out of the metric.
+
 Policy filtration (PF-PPO, Shen and Zhang 2024, arXiv 2409.06957) trains on responses drawn again by reward, so that
 unreliable middling rewards count less. After advantages are made from all responses, as many executions as a group has
 are drawn from it with replacement, so that batch sizes stay.
@@ -17,8 +20,10 @@ are drawn from it with replacement, so that batch sizes stay.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +40,8 @@ from slime.utils.misc import group_by, hook_args, is_finite_number, load_functio
 from slime.utils.train_data import TrainData, mask_sums
 from slime.utils.types import Sample
 
+logger = logging.getLogger(__name__)
+
 
 def samples_to_train_data(
     samples: Sequence[Sample], raw_rewards: Sequence[float], rewards: Sequence[float]
@@ -43,7 +50,7 @@ def samples_to_train_data(
 
     Args:
         samples: S samples with tokens.
-        raw_rewards: [S]; a sample's metadata["raw_reward"] replaces its entry.
+        raw_rewards: [S]; a sample's metadata["raw_reward"] replaces its entry. NaN is no reward.
         rewards: [S] after normalisation.
 
     Raises:
@@ -56,7 +63,10 @@ def samples_to_train_data(
         "tokens": [sample.tokens for sample in samples],
         "response_lengths": [sample.response_length for sample in samples],
         "rewards": [float(reward) for reward in rewards],
-        "raw_reward": [float(s.metadata.get("raw_reward", raw)) for s, raw in zip(samples, raw_rewards, strict=True)],
+        "raw_reward": [
+            raw if math.isnan(raw) else float(sample.metadata.get("raw_reward", raw))
+            for sample, raw in zip(samples, raw_rewards, strict=True)
+        ],
         "truncated": [int(sample.status is Sample.Status.TRUNCATED) for sample in samples],
         "sample_indices": [i if sample.index is None else sample.index for i, sample in enumerate(samples)],
         "rollout_ids": rollout_ids,
@@ -65,6 +75,20 @@ def samples_to_train_data(
     }
     _add_optional_columns(data, samples)
     return data
+
+
+def mask_untrusted(args: Args, samples: Sequence[Sample]) -> None:
+    """Take samples whose reward says nothing out of the loss (--on-untrusted-reward): they are removed samples."""
+    unknown = [sample for sample in samples if not sample.counts(args)]
+    for sample in unknown:
+        sample.remove_sample = True
+    if samples and len(unknown) == len(samples):
+        reasons = ", ".join(f"{reason} {count}" for reason, count in Counter(s.end_reason for s in unknown).items())
+        logger.error(
+            "no reward of the %d samples of this rollout is trusted (%s), so nothing of it is trained on; see the "
+            "warnings above, and --on-untrusted-reward",
+            *(len(samples), reasons),
+        )
 
 
 def response_loss_mask(sample: Sample) -> list[int]:
@@ -147,15 +171,28 @@ _STD_EPSILON = 1e-6
 def post_process_rewards(args: Args, samples: list[Sample]) -> tuple[list[float], list[float]]:
     """(raw rewards, rewards for training) of a flat list of samples; a custom post-process replaces the default.
 
+    Only samples whose reward counts are looked at, also by a custom post-process; the others get NaN and 0.
+
     Args:
         args: reads `custom_reward_post_process_path`, `reward_key`, `advantage_estimator`, `rewards_normalization`,
-            `grpo_std_normalization`, `overlong_buffer_len`, `overlong_penalty_factor`, `rollout_max_response_len`.
+            `grpo_std_normalization`, `overlong_buffer_len`, `overlong_penalty_factor`, `rollout_max_response_len`,
+            `on_untrusted_reward`.
         samples: every sample of the rollout, scored.
 
     Raises:
         ValueError: a sample has no reward.
         HookReturnError: the custom function returned no pair of lists of numbers.
     """
+    places = [i for i, sample in enumerate(samples) if sample.counts(args)]
+    raw, rewards = [math.nan] * len(samples), [0.0] * len(samples)
+    if places:
+        known = _post_process_known(args, [samples[i] for i in places])
+        for i, raw_value, value in zip(places, *known, strict=True):
+            raw[i], rewards[i] = raw_value, value
+    return raw, rewards
+
+
+def _post_process_known(args: Args, samples: list[Sample]) -> tuple[list[float], list[float]]:
     if args.custom_reward_post_process_path:
         path = args.custom_reward_post_process_path
         with blame_hook(f"--custom-reward-post-process-path {hook_name(path)}"):
@@ -280,9 +317,14 @@ def filter_train_data(args: Args, data: Mapping[str, Any], samples: Sequence[Sam
     picked: list[list[int]] = []
     for members in group_by(range(len(samples)), lambda i: owners[i]).values():
         executions = list(group_by(members, lambda i: data["rollout_ids"][i]).values())
-        rewards = [sum(data["raw_reward"][i] for i in one) / len(one) for one in executions]
+        scores = [[data["raw_reward"][i] for i in one if not math.isnan(data["raw_reward"][i])] for one in executions]
+        known = [number for number, values in enumerate(scores) if values]
+        if not known:  # nothing of the group is trained on; the batch keeps its size
+            picked += executions
+            continue
+        rewards = [sum(scores[number]) / len(scores[number]) for number in known]
         weights = filtration_weights(rewards, needed(args.pf_ppo_reweight), args.pf_ppo_weight_pow)
-        picked += draws.choices(executions, weights, k=len(executions))
+        picked += draws.choices([executions[number] for number in known], weights, k=len(executions))
     order = [i for execution in picked for i in execution]
     columns = {
         name: [values[i] for i in order] if isinstance(values, list) and len(values) == len(samples) else values

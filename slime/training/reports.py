@@ -40,6 +40,7 @@ from slime.utils.flops_utils import calculate_fwd_flops, calculate_prediction_fl
 
 logger = logging.getLogger(__name__)
 
+REWARDS = ("raw_reward", "rewards")
 NOT_LOGGED = ("tokens", "loss_masks", "sample_indices", "rollout_ids", "rollout_mask_sums")
 FORWARD_PASSES = ("log_probs", "ref_log_probs", "teacher_log_probs")
 FORMAT_VERSION = 2
@@ -93,21 +94,28 @@ def column_means(micro_batches: MicroBatches, group: dist.ProcessGroup) -> dict[
     """Mean over all ranks' samples of each column with numbers: `rollout/<column>`.
 
     A column of per-token tensors counts by each sample's mean over its trained tokens. A column that is not one value
-    per sample, or holds no numbers, is left out; so is `kl` where there is no reference to measure it from.
+    per sample, or holds no numbers, is left out; so is `kl` where there is no reference to measure it from. Means of
+    rewards are over the samples that have one (a raw reward that is NaN is not trusted).
     """
     data = micro_batches.rollout_data
     weights = token_weights(data["total_lengths"], data["response_lengths"], data["loss_masks"])
     sums: dict[str, torch.Tensor] = {}
+    num_rewards = micro_batches.num_samples
     for name in sorted(micro_batches.columns()):
         if name in NOT_LOGGED or (name == "kl" and not {"log_probs", "ref_log_probs"} <= data.keys()):
             continue
-        if (total := _column_sum(micro_batches.column(name), data["response_lengths"], weights)) is not None:
+        column = micro_batches.column(name)
+        if name == "raw_reward":
+            num_rewards = sum(reward == reward for reward in column)
+            column = [reward if reward == reward else 0.0 for reward in column]
+        if (total := _column_sum(column, data["response_lengths"], weights)) is not None:
             sums[name] = total
     device = data["tokens"][0].device
-    count = torch.tensor(float(micro_batches.num_samples))
-    packed = torch.stack([value.double().to(device) for value in (count, *sums.values())])
-    num_samples, *totals = _all_reduce_sum(packed, group)
-    return {f"rollout/{name}": total / num_samples for name, total in zip(sums, totals, strict=True)}
+    counts = torch.tensor([float(micro_batches.num_samples), float(num_rewards)])
+    packed = torch.stack([value.double().to(device) for value in (*counts, *sums.values())])
+    of_all, of_rewarded, *totals = _all_reduce_sum(packed, group)
+    by = {name: of_rewarded if name in REWARDS else of_all for name in sums}
+    return {f"rollout/{name}": total / by[name] for name, total in zip(sums, totals, strict=True) if by[name]}
 
 
 def _column_sum(column: Sequence[Any], response_lengths: Sequence[int], weights: torch.Tensor) -> torch.Tensor | None:

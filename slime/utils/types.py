@@ -103,6 +103,7 @@ class Status(Enum):
     FAILED = "failed"
 
 
+_END_OF_STATUS = {Status.COMPLETED: "done", Status.TRUNCATED: "length", Status.ABORTED: "aborted"}
 # Inside Sample these three names are class variables, which a type checker does not take for types.
 _Status: TypeAlias = Status
 _SpecInfo: TypeAlias = SpecInfo
@@ -201,6 +202,14 @@ class Sample:
         if not isinstance(self.reward, dict) or args.reward_key not in self.reward:
             raise ValueError(f"--reward-key {args.reward_key}: the reward {self.reward!r} has no such key")
         return self.reward[args.reward_key]
+
+    def counts(self, args: Args) -> bool:
+        """Whether the reward says something: it is trusted, or --on-untrusted-reward keep."""
+        return bool(self.reward_is_trusted) or args.on_untrusted_reward == "keep"
+
+    def note_end(self) -> None:
+        """Set `end_reason` by the status where nobody has said more: completed is done, truncated is length."""
+        self.end_reason = self.end_reason or _END_OF_STATUS.get(self.status)
 
     def to_dict(self) -> dict[str, Any]:
         """Every attribute by name, extra ones too; the status as its string, the two infos as dicts."""

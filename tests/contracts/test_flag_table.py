@@ -74,6 +74,7 @@ OURS = {
     "--max-weight-staleness": "asynchronous training",
     "--model-args-from-hf": "model flags from the HF config",
     "--on-sample-error": "what an exception in a hook does",
+    "--on-untrusted-reward": "what a failed sandbox or grader does",
     "--on-stall": "what a stall does",
     "--output-dir": "where metrics and logs go",
     "--overlong-buffer-len": "soft overlong punishment",

@@ -90,6 +90,17 @@ def test_samples_are_filtered_by_group_status_data_set_and_reward(reader: Reader
     assert right["histogram"] == {"values": [0.0, 1.0], "counts": [rewards.count(0.0), rewards.count(1.0)]}
 
 
+def test_samples_are_filtered_by_why_they_ended_and_whether_the_reward_is_trusted(tmp_path: Path) -> None:
+    lost = {"end_reason": "env_error", "reward_is_trusted": False, "group_index": 0, "reward": 1.0}
+    right = {"group_index": 0, "reward": 0.0, "end_reason": "done"}
+    reader = write_samples(tmp_path, lost, right, right)
+    found = reader(end_reason="env_error")
+    assert [row["row"] for row in found["rows"]] == [0] and not found["rows"][0]["reward_is_trusted"]
+    assert [row["row"] for row in reader(reward_is_trusted="true")["rows"]] == [1, 2]
+    assert found["end_reasons"] == {"env_error": 1, "done": 2} and found["trusted"] == {"false": 1, "true": 2}
+    assert found["flat_groups"] == 1, "the untrusted reward is no spread"
+
+
 def test_groups_whose_rewards_are_all_the_same_are_counted_and_found(reader: Reader) -> None:
     found = reader(flat=1, count=200)
     sizes = [min(GROUP, NUM_SAMPLES - start) for start in range(0, NUM_SAMPLES, GROUP)]

@@ -14,13 +14,13 @@ from aiohttp import web
 from slime.observability.rollout_metrics import multi_turn_metrics
 from slime.rollout.collector import Collector
 from slime.rollout.hooks.sample_errors import SampleError
-from slime.rollout.multi_turn import ToolError, final_answer, generate, generate_turns
+from slime.rollout.multi_turn import EnvError, ToolError, final_answer, generate, generate_turns
 from slime.rollout.rm_hub import async_rm
 from slime.rollout.sampling import generation
 from slime.rollout.sampling.generation import GenerateState, generate_and_rm
 from slime.rollout.tool_calls import ToolCall, ToolThreads, parse_tool_calls, take_tool_timeouts
 from slime.utils import async_utils
-from slime.utils.errors import UsageError
+from slime.utils.errors import HttpError, UsageError
 from slime.utils.types import Sample
 from tests.rollout.chat_tokenizers import family_tokenizer
 from tests.unit.rollout_fakes import FakeEngine, rollout_args
@@ -250,6 +250,43 @@ def test_a_time_out_inside_a_tool_is_answered_but_is_not_the_tools_own(run):
     sample, _ = run([call(a=1), "3"], tool_function_path="tests.rollout.test_multi_turn:times_out")
     assert sample.metadata["messages"][1]["content"] == "error: add timed out"
     assert take_tool_timeouts() == 0
+
+
+LOST: list[Exception] = [EnvError("the sandbox is gone"), ConnectionResetError("reset"), HttpError("x", status=503)]
+
+
+async def loses_its_environment(args, sample, name, arguments):
+    raise LOST[arguments["a"]]
+
+
+@pytest.mark.parametrize("number", range(len(LOST)))
+@pytest.mark.parametrize("function", [generate, generate_turns])
+def test_a_sample_whose_environment_failed_ends_and_its_reward_is_not_trusted(run, function, number):
+    path = "tests.rollout.test_multi_turn:loses_its_environment"
+    made, model = run([call(a=number), "3"], function=function, tool_function_path=path)
+    for sample in made if isinstance(made, list) else [made]:
+        assert (sample.end_reason, sample.reward_is_trusted) == ("env_error", False)
+        assert final_answer(sample) == "" and sample.metadata["tool_errors"] == 0
+    assert len(model.requests) == 1
+
+
+def test_what_a_service_refuses_is_an_error_of_the_tool(run, monkeypatch):
+    monkeypatch.setattr("tests.rollout.test_multi_turn.LOST", [HttpError("no such page", status=404)])
+    with pytest.raises(RuntimeError, match="raised HttpError: no such page"):
+        run([call(a=0)], tool_function_path="tests.rollout.test_multi_turn:loses_its_environment")
+
+
+def test_a_sample_says_why_it_ended(run):
+    for replies, changes, reason in (
+        (["3"], {}, None),  # `generate_and_rm` reads "done" and "length" off the status
+        ([call(a=1, b=2)] * 9, {"max_turns": 2}, "max_turns"),
+        ([call(a=1, b=2)] * 9, {"rollout_max_response_len": 60}, "length"),
+    ):
+        assert run(replies, **changes)[0].end_reason == reason
+    turns, _ = run([call(a=1, b=2)] * 9, function=generate_turns, max_turns=2)
+    assert [turn.end_reason for turn in turns] == ["max_turns"] * 2
+    turns, _ = run([call(a=1, b=2), "3"], function=generate_turns)
+    assert [turn.end_reason for turn in turns] == ["done"] * 2
 
 
 def test_turns_end_at_max_turns_and_a_last_call_is_no_answer(run):

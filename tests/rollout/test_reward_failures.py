@@ -43,18 +43,26 @@ def make(monkeypatch, tmp_path, start_service):
 
 @pytest.mark.parametrize("group_rm", [False, True])
 def test_a_dropped_prompt_is_replaced_and_its_lost_rewards_are_counted(make, group_rm: bool) -> None:
-    args, source, rewards = make("pc", on_sample_error="drop", group_rm=group_rm)
+    args, source, rewards = make("pc", on_untrusted_reward="drop", group_rm=group_rm)
     output = generate_rollout(args, 0, source)
     assert [group[0].prompt for group in output.samples] == ["pb", "pd"]
     assert [[sample.reward for sample in group] for group in output.samples] == [[1.0, 1.0], [3.0, 3.0]]
-    assert output.metrics["rollout/reward_failures"] >= 1
-    assert output.metrics["rollout/sample_errors/dropped_groups"] == 1
+    assert output.metrics["rollout/reward_failures"] == 2, "one for each sample"
+    assert output.metrics["rollout/dynamic_filter/drop_untrusted_reward"] == 1
     asked = [request["prompt"] for request in rewards.requests]
-    assert asked.count("pc") >= 10, "every try was made"
+    assert asked.count("pc") == 2 * 10, "every try was made"
+
+
+@pytest.mark.parametrize("group_rm", [False, True])
+def test_a_service_that_fails_costs_the_sample_its_reward_and_not_the_run(make, group_rm: bool) -> None:
+    args, source, _ = make("pc", group_rm=group_rm)
+    served, lost = generate_rollout(args, 0, source).samples
+    assert [(s.reward, s.end_reason, s.reward_is_trusted) for s in served] == [(1.0, "done", True)] * 2
+    assert [(s.reward, s.end_reason, s.reward_is_trusted) for s in lost] == [(None, "grader_error", False)] * 2
 
 
 def test_a_run_that_shall_fail_names_service_sample_prompt_and_last_answer(make) -> None:
-    args, source, rewards = make("pc", on_sample_error="fail", n_samples_per_prompt=1)
+    args, source, rewards = make("pc", on_untrusted_reward="keep", n_samples_per_prompt=1)
     with pytest.raises(SampleError) as caught:
         generate_rollout(args, 0, source)
     for part in ("the reward remote_rm", "sample 1", "'pc'", rewards.url, "failed 10 times", "not yet"):
@@ -71,13 +79,14 @@ def test_a_refused_reward_is_not_generated_again(make) -> None:
 
 
 def test_a_failed_reward_is_generated_again_when_retrying(make) -> None:
-    args, source, rewards = make("", on_sample_error="retry", rollout_batch_size=1, over_sampling_batch_size=1)
+    args, source, rewards = make("", on_untrusted_reward="retry", rollout_batch_size=1, over_sampling_batch_size=1)
     args.n_samples_per_prompt = 1
     rewards.statuses = [500] * 10
     output = generate_rollout(args, 0, source)
     assert [group[0].prompt for group in output.samples] == ["pb"]
     assert output.metrics["rollout/reward_failures"] == 1
-    assert output.metrics["rollout/sample_errors/retried_groups"] == 1
+    assert output.metrics["rollout/untrusted_retries"] == 1
+    assert [(s.reward, s.reward_is_trusted) for s in output.samples[0]] == [(1.0, True)]
 
 
 def test_a_rollout_without_failures_logs_none(make) -> None:

@@ -73,6 +73,7 @@ def test_a_steady_run_raises_no_alarm() -> None:
         ("staleness", "rollout/weight_staleness/mean", 4.0),
         ("failures", "rollout/sample_errors/mine", 2.0),
         ("failures", "rollout/reward_failures", 1.0),
+        ("untrusted_rewards", "rollout/untrusted_reward", 0.1),
         ("engines_lost", "rollout/engines_lost", 1.0),
         ("slow_phase", "perf/update_weights_time", 61.0),
         ("low_mfu", "perf/actor_train_tflops", 20.0),

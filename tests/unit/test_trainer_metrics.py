@@ -48,6 +48,14 @@ def test_numbers_and_per_token_tensors_are_averaged_over_samples():
     }
 
 
+def test_a_reward_that_is_not_trusted_is_in_no_mean():
+    means = column_means(make_micro_batches(raw_reward=[float("nan"), 3.0], rewards=[0.0, 1.0]), ONE_RANK)
+    assert (means["rollout/raw_reward"], means["rollout/rewards"]) == (3.0, 1.0)
+    assert means["rollout/response_lengths"] == (2 + 1) / 2, "other columns are of all samples"
+    means = column_means(make_micro_batches(raw_reward=[float("nan")] * 2, rewards=[0.0, 0.0]), ONE_RANK)
+    assert "rollout/raw_reward" not in means
+
+
 def test_kl_is_reported_only_where_it_was_measured():
     kl = [torch.zeros(2), torch.zeros(1)]
     assert "rollout/kl" not in column_means(make_micro_batches(kl=kl), ONE_RANK)

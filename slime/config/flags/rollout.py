@@ -183,15 +183,22 @@ class RolloutFlags:
     )
     max_dynamic_sampling_rounds: int = flag(
         100,
-        "give up when the filter has dropped this many batches of groups in one rollout",
+        "give up when the filter, or --on-untrusted-reward drop, has dropped this many batches of groups in a rollout",
         at_least=1,
-        needs="dynamic_sampling_filter_path",
+        needs=("dynamic_sampling_filter_path", "on_untrusted_reward=drop"),
     )
     on_sample_error: str = flag(
         "fail",
         "when generating or scoring a sample fails, or makes one that cannot be trained on (without tokens, say): end "
         "the run, take another prompt, or first try the group again",
         choices=("fail", "drop", "retry"),
+    )
+    on_untrusted_reward: str = flag(
+        "mask",
+        "what becomes of a sample whose reward_is_trusted is False (its sandbox or its grader failed): it is not "
+        "trained on and counts in no baseline, its group is replaced by another prompt, it is generated again (then "
+        "masked), or it is trained on all the same",
+        choices=("mask", "drop", "retry", "keep"),
     )
     async_buffer_size: int = flag(
         1, "rollouts that train_async.py may be ahead: give a correction, such as --use-rollout-logprobs", at_least=1

@@ -108,7 +108,10 @@ class FaultToleranceFlags:
     )
     on_stall: str = flag("abort", "what then becomes of the run: it ends, or waits on", choices=("abort", "report"))
     max_group_retries: int = flag(
-        3, "times that a group whose generation failed is tried again (--on-sample-error retry)", at_least=0
+        3,
+        "times that a group whose generation failed (--on-sample-error retry), or a sample whose reward is untrusted "
+        "(--on-untrusted-reward retry), is tried again",
+        at_least=0,
     )
 
 

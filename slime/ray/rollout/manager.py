@@ -161,9 +161,9 @@ class RolloutManager(EngineControl):
             the metric records, and the answers to show (--log-eval-samples).
         """
         output = call_rollout_fn(self._evaluate, hook_args(self.args), rollout_id, self._data_source, evaluation=True)
-        samples = [sample for result in output.data.values() for sample in result.get("samples") or []]
-        dump_samples(self.args, samples, f"eval_{step}")
-        self._recorder.evaluation(step, {name: result.get("samples") or [] for name, result in output.data.items()})
+        made = {n: [*(r.get("samples") or ()), *(r.get("untrusted") or ())] for n, r in output.data.items()}
+        dump_samples(self.args, [sample for samples in made.values() for sample in samples], f"eval_{step}")
+        self._recorder.evaluation(step, made)
         extra = dict(output.metrics or {})
         given = (rollout_id, hook_args(self.args), output.data, extra)
         own = call_log_hook(self.args, "custom_eval_rollout_log_function_path", *given)

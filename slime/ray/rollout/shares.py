@@ -26,7 +26,12 @@ from slime.rollout.hooks.errors import blame_hook, hook_name
 from slime.rollout.hooks.returns import check_train_data, check_trainable
 from slime.rollout.hooks.sample_errors import check_distinct
 from slime.rollout.sampling.weight_versions import WeightClock, staleness, staleness_metrics
-from slime.rollout.train_data import filter_train_data, post_process_rewards, samples_to_train_data
+from slime.rollout.train_data import (
+    filter_train_data,
+    mask_untrusted,
+    post_process_rewards,
+    samples_to_train_data,
+)
 from slime.utils.dp_schedule import build_dp_schedule
 from slime.utils.misc import Box, hook_args, load_function
 from slime.utils.train_data import FlatColumn, flatten_columns
@@ -91,6 +96,7 @@ def make_shares(
         one Box with an object reference per data-parallel rank; none without trainers.
     """
     dump_samples(args, rollout.samples, str(rollout.rollout_id))
+    mask_untrusted(args, rollout.samples)
     if args.custom_convert_samples_to_train_data_path:  # it makes of them what is checked and trained on
         check_distinct(_source_name(args, rollout.rollout_id), rollout.samples)
     elif not args.debug_rollout_only:

@@ -40,6 +40,7 @@ from slime.rollout.hooks.sample_errors import (
 )
 from slime.rollout.hooks.signatures import is_batch_generate
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
+from slime.rollout.sampling.attempts import FINISHED, fresh_copy, until_trusted
 from slime.rollout.sampling.engine_request import (
     append_engine_output,
     call_budget,
@@ -69,9 +70,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 Group = list[Sample]
 Status = Sample.Status
-_FINISHED = (Status.COMPLETED, Status.TRUNCATED)
 _processor_threads = DaemonThreads("processor", 8)
-START = "start_rollout_id"
 
 
 class GenerateState(metaclass=SingletonMeta):
@@ -161,30 +160,6 @@ class GenerateState(metaclass=SingletonMeta):
             self.pendings[task] = untouched
             task.add_done_callback(self.finished.put_nowait)
         self.remaining_batch_size += len(samples)
-
-
-def fresh_copy(sample: Sample) -> Sample:
-    """The sample's prompt, place and metadata, with nothing generated."""
-    return Sample(
-        group_index=sample.group_index,
-        index=sample.index,
-        prompt=sample.prompt,
-        multimodal_inputs=sample.multimodal_inputs,
-        apply_chat_template_kwargs=sample.apply_chat_template_kwargs,
-        label=sample.label,
-        metadata=dict(sample.metadata),
-        generate_function_path=sample.generate_function_path,
-        custom_rm_path=sample.custom_rm_path,
-        train_metadata=sample.train_metadata,
-    )
-
-
-def restarted(sample: Sample) -> Sample:
-    """The sample with nothing generated, and without what a rollout noted about an earlier attempt."""
-    fresh = fresh_copy(sample)
-    for key in (START, GREEDY_REWARD):
-        fresh.metadata.pop(key, None)
-    return fresh
 
 
 def sampling_seed(*parts: int | str) -> int:
@@ -279,7 +254,7 @@ async def generate_and_rm(
 
     A sample that is already finished is only scored. With --group-rm (training) scoring is left to the group. Samples
     that were aborted or already have a reward are not scored. A rollout that ends meanwhile leaves a finished sample
-    without a reward.
+    without a reward. With --on-untrusted-reward retry it is made again while its reward is not trusted.
 
     Returns:
         The sample, or the list that a custom generate function made of it (they share a rollout_id).
@@ -287,12 +262,20 @@ async def generate_and_rm(
     Raises:
         SampleError: the generate function, a hook or the reward failed, or returned what cannot be used.
     """
+    return await until_trusted(args, sample, lambda one: _attempt(args, one, sampling_params, evaluation))
+
+
+async def _attempt(
+    args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+) -> Sample | list[Sample]:
     state = GenerateState(args)
     if sample.response_length:  # of an earlier rollout, perhaps of an earlier run
         check_sample(args, f"--data-source-path {hook_name(args.data_source_path)}", sample, evaluation=evaluation)
     if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length:
         sample.loss_mask = [0] * sample.response_length  # older weights wrote it
-    if sample.status in _FINISHED:
+    if sample.status in FINISHED:
+        if sample.reward is None and sample.end_reason == "grader_error":  # it is asked for its reward again
+            sample.end_reason, sample.reward_is_trusted = None, True
         completed: Sample | list[Sample] = sample
     else:
         async with state.semaphore:
@@ -304,6 +287,8 @@ async def generate_and_rm(
             completed = await _call_generate(args, sample, sampling_params, evaluation)
             note_begin(flatten(completed), begun)
             note_times(flatten(completed), "generation_s", begin)
+    for one in flatten(completed):
+        one.note_end()
     completed = await apply_rollout_sample_hooks(args, completed, evaluation=evaluation)
     samples = flatten(completed)
     if isinstance(completed, list):
@@ -343,8 +328,16 @@ async def _call_generate(
                 completed = _of_batch(args, completed)
         else:
             completed = await generate(args, sample, sampling_params, evaluation)
+        _give_prompt(args, completed)
     check_completed(args, name, before, completed, evaluation=evaluation)
     return completed
+
+
+def _give_prompt(args: Args, completed: Any) -> None:
+    """Give a sample whose environment failed before its first token those of its prompt: it can stay, masked."""
+    for sample in completed if isinstance(completed, list) else [completed]:
+        if isinstance(sample, Sample) and not sample.reward_is_trusted and not sample.tokens:
+            _tokenise(sample, GenerateState(args).tokenizer)
 
 
 def _of_batch(args: Args, completed: Any) -> Any:
@@ -403,7 +396,7 @@ async def generate_and_rm_group(
     state = GenerateState(args)
     if state.aborted and not evaluation:
         for sample in group:
-            if sample.status not in _FINISHED:
+            if sample.status not in FINISHED:
                 sample.status = Status.ABORTED
         return group
     calls: list[Any] = []
@@ -417,13 +410,15 @@ async def generate_and_rm_group(
     if needs_baseline:
         calls.append(_greedy_reward(args, group[0], dict(sampling_params)))
     results = await gather_or_cancel(calls)
-    baseline = results.pop() if needs_baseline else None
+    baseline, is_trusted = results.pop() if needs_baseline else (None, True)
     completed = flatten(results)
     check_distinct(generate_name(args, group[0]), completed)
-    if baseline is not None:
+    is_aborted = any(s.status is Status.ABORTED for s in completed)
+    if baseline is not None and (is_trusted or not is_aborted):  # else it is asked for again with the group
         for sample in completed:
             sample.metadata[GREEDY_REWARD] = baseline
-    if args.group_rm and not evaluation and not any(s.status is Status.ABORTED for s in completed):
+            sample.reward_is_trusted &= is_trusted  # without a baseline no reward of the group says anything
+    if args.group_rm and not evaluation and not is_aborted:
         await state.score_until_aborted(score_group(args, completed))
     return completed
 
@@ -438,13 +433,16 @@ def _lacks_baseline(args: Args, group: Group) -> bool:
     return is_greedy and any(GREEDY_REWARD not in sample.metadata for sample in group)
 
 
-async def _greedy_reward(args: Args, sample: Sample, params: dict[str, Any]) -> float | None:
-    """The reward of the prompt's greedy response; None when the rollout ended first."""
+async def _greedy_reward(args: Args, sample: Sample, params: dict[str, Any]) -> tuple[float | None, bool]:
+    """(reward of the prompt's greedy response; None when the rollout ended first, whether it is trusted)."""
     twin = fresh_copy(sample)
     twin.session_id = uuid.uuid4().hex
     completed = flatten(await generate_and_rm(args, twin, {**params, "temperature": 0.0}))
-    if completed[-1].status is Status.ABORTED:
-        return None
+    last = completed[-1]
+    if last.status is Status.ABORTED:
+        return None, True
     if args.group_rm:
         await GenerateState(args).score_until_aborted(score_group(args, completed[-1:]))
-    return None if completed[-1].reward is None else float(completed[-1].get_reward_value(args))
+    if not last.counts(args):
+        return 0.0, False
+    return (None if last.reward is None else float(last.get_reward_value(args))), True

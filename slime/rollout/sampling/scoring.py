@@ -1,10 +1,12 @@
 """Scoring finished samples, and checking what the reward function returned; fan-out siblings are one execution.
 
-Which reward function it is, slime.rollout.rm_hub decides.
+Which reward function it is, slime.rollout.rm_hub decides. A sample whose reward is not trusted is not scored
+(--on-untrusted-reward), and one that a reward service failed to score becomes such a sample.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from slime.config.args import Args
@@ -17,19 +19,21 @@ from slime.rollout.hooks.sample_errors import (
     generate_name,
     reward_name,
 )
-from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.rm_hub import RewardError, async_rm, batched_async_rm
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.types import Sample
 
+logger = logging.getLogger(__name__)
+
 
 async def score_each(args: Args, samples: list[Sample], *, evaluation: bool) -> None:
-    """Score every sample that has no reward yet and was not aborted.
+    """Score every sample that has no reward yet, was not aborted, and whose reward can be trusted.
 
     Raises:
         SampleError: the reward function failed, or returned no finite number.
     """
     _check_given(args, samples, evaluation=evaluation)
-    unscored = _unscored(samples)
+    unscored = _unscored(args, samples)
     rewards = await gather_or_cancel(_score(args, sample, evaluation) for sample in unscored)
     for sample, reward in zip(unscored, rewards, strict=True):
         sample.reward = reward
@@ -41,9 +45,32 @@ async def _score(args: Args, sample: Sample, evaluation: bool) -> Any:
         blame(name, sample, about_label=_why_no_label(args, [sample], evaluation=evaluation)),
         span_if_traced(sample, "reward"),
     ):
-        reward = await async_rm(args, sample)
-    check_reward(args, name, sample, reward, evaluation=evaluation)
+        try:
+            reward = await async_rm(args, sample)
+        except RewardError as error:
+            _distrust(args, [sample], error)
+            return None
+    return _checked(args, name, sample, reward, evaluation=evaluation)
+
+
+def _checked(args: Args, name: str, sample: Sample, reward: Any, *, evaluation: bool) -> Any:
+    """The reward; a function that has just said that it is not to be trusted may leave it out."""
+    if reward is not None or sample.counts(args):
+        check_reward(args, name, sample, reward, evaluation=evaluation)
     return reward
+
+
+def _distrust(args: Args, samples: list[Sample], error: RewardError) -> None:
+    """Note on samples that a service failed to score them.
+
+    Raises:
+        RewardError: it refused them, so something is wrong with the request; or --on-untrusted-reward keep.
+    """
+    if args.on_untrusted_reward == "keep" or 400 <= (error.status or 0) < 500:
+        raise error
+    logger.warning("--on-untrusted-reward %s: %s", args.on_untrusted_reward, error)
+    for sample in samples:
+        sample.end_reason, sample.reward_is_trusted = "grader_error", False
 
 
 async def score_fan_out(args: Args, siblings: list[Sample], *, evaluation: bool) -> None:
@@ -56,7 +83,7 @@ async def score_fan_out(args: Args, siblings: list[Sample], *, evaluation: bool)
         SampleError: the reward function failed, or returned another number of rewards than samples.
     """
     if args.custom_rm_path:
-        together = [sample for sample in _unscored(siblings) if not sample.custom_rm_path]
+        together = [sample for sample in _unscored(args, siblings) if not sample.custom_rm_path]
         await _score_together(args, together, "the list that a generate function returned", evaluation=evaluation)
     await score_each(args, siblings, evaluation=evaluation)
 
@@ -64,12 +91,17 @@ async def score_fan_out(args: Args, siblings: list[Sample], *, evaluation: bool)
 async def score_group(args: Args, group: list[Sample]) -> None:
     """Score a group with one call that sees all of it (--group-rm); rewards that are there are kept.
 
+    Samples whose reward is not trusted are left out of it.
+
     Raises:
         SampleError: the reward function failed, or returned another number of rewards than samples.
     """
     _check_given(args, group, evaluation=False)
-    if any(sample.reward is None for sample in group):
-        await _score_together(args, group, "--group-rm", evaluation=False)
+    together = [sample for sample in group if sample.counts(args)]
+    if args.custom_rm_path is None:  # graders by name see one sample at a time, so one that fails costs one reward
+        await score_each(args, together, evaluation=False)
+    elif any(sample.reward is None for sample in together):
+        await _score_together(args, together, "--group-rm", evaluation=False)
 
 
 async def _score_together(args: Args, samples: list[Sample], why: str, *, evaluation: bool) -> None:
@@ -84,19 +116,22 @@ async def _score_together(args: Args, samples: list[Sample], why: str, *, evalua
         ),
         span_if_traced(samples, "reward"),
     ):
-        rewards = await batched_async_rm(args, samples)
+        try:
+            rewards = await batched_async_rm(args, samples)
+        except RewardError as error:
+            _distrust(args, samples, error)
+            return
     if len(rewards) != len(samples):
         raise SampleValueError(
             f"{name} returned {len(rewards)} rewards for the {len(samples)} samples of {describe(samples[0])} ({why})"
         )
     for sample, reward in zip(samples, rewards, strict=True):
         if sample.reward is None:
-            check_reward(args, name, sample, reward, evaluation=evaluation)
-            sample.reward = reward
+            sample.reward = _checked(args, name, sample, reward, evaluation=evaluation)
 
 
-def _unscored(samples: list[Sample]) -> list[Sample]:
-    return [s for s in samples if s.reward is None and s.status is not Sample.Status.ABORTED]
+def _unscored(args: Args, samples: list[Sample]) -> list[Sample]:
+    return [s for s in samples if s.reward is None and s.status is not Sample.Status.ABORTED and s.counts(args)]
 
 
 def _check_given(args: Args, samples: list[Sample], *, evaluation: bool) -> None:

@@ -5,9 +5,9 @@ import { debounced, fill, h, select, toggle } from "../dom.js";
 import { bytes, number } from "../format.js";
 
 const COLUMNS = [["row", "", ""], ["reward", "Reward", "reward"], ["prompt_preview", "Prompt", ""], ["response_preview", "Response", ""], ["response_length", "Tokens", "response_length"],
-  ["num_turns", "Turns", "num_turns"], ["status", "Status", ""], ["group_index", "Group", "group_index"]];
+  ["num_turns", "Turns", "num_turns"], ["status", "Status", ""], ["end_reason", "Ended", ""], ["reward_is_trusted", "Trusted", ""], ["group_index", "Group", "group_index"]];
 const COUNT = 50;
-const KEPT = ["q", "status", "dataset", "group_index", "low", "high", "flat", "sort", "desc", "start"];
+const KEPT = ["q", "status", "end_reason", "reward_is_trusted", "dataset", "group_index", "low", "high", "flat", "sort", "desc", "start"];
 
 /** The page. */
 export async function show({ root, run, rest, options, setOption, go }) {
@@ -80,7 +80,7 @@ function choices(state) {
   const of = (name, label, counts) => Object.keys(counts).length > 1 || state.query[name] ? select(label, [["", "all"], ...Object.entries(counts).map(([value, count]) => [value, `${value} (${count})`])], state.query[name], (value) => change(state, { [name]: value })) : null;
   const chips = [["group_index", `group ${state.query.group_index}`], ["low", `reward ${number(Number(state.query.low))} to ${number(Number(state.query.high))}`]].filter(([name]) => state.query[name] !== "")
     .map(([name, text]) => h("button", { type: "button", "aria-pressed": "true", title: "remove this filter", onclick: () => change(state, name === "low" ? { low: "", high: "" } : { [name]: "" }) }, `${text} ×`));
-  return [of("status", "status", state.found.statuses), of("dataset", "data set", state.found.datasets), chips];
+  return [of("status", "status", state.found.statuses), of("end_reason", "ended", state.found.end_reasons), of("reward_is_trusted", "trusted reward", state.found.trusted), of("dataset", "data set", state.found.datasets), chips];
 }
 
 function heading(state) {
@@ -112,7 +112,7 @@ function table(state) {
 function rowOf(state, row, index) {
   const open = () => state.go("sample", state.run.id, state.name, row.row);
   const group = row.group_index === null ? "–" : h("button", { class: "plain", type: "button", title: "this group side by side", onclick: (event) => { event.stopPropagation(); change(state, { group_index: String(row.group_index) }); } }, row.group_index);
-  const cells = { row: h("a", { href: `#/sample/${encodeURIComponent(state.run.id)}/${state.name}/${row.row}` }, row.row), reward: number(row.reward), group_index: group, status: row.removed ? `${row.status}, removed` : row.status };
+  const cells = { row: h("a", { href: `#/sample/${encodeURIComponent(state.run.id)}/${state.name}/${row.row}` }, row.row), reward: number(row.reward), group_index: group, status: row.removed ? `${row.status}, removed` : row.status, reward_is_trusted: row.reward_is_trusted ? "yes" : "no" };
   return h("tr", { class: `open ${index === state.at ? "at" : ""}`, onclick: open }, COLUMNS.map(([name]) =>
     h("td", { class: `c-${name} ${name.endsWith("preview") ? "clip" : ""}`, title: name.endsWith("preview") ? row[name] ?? "" : undefined }, cells[name] ?? row[name] ?? "–")));
 }

@@ -48,7 +48,7 @@ function move(state, to) {
 function facts(sample) {
   const times = sample.times && typeof sample.times === "object" ? sample.times : {};
   const known = [
-    ["reward", number(sample.reward)], ["status", sample.removed ? `${sample.status}, removed` : sample.status], ["tokens", `${number(sample.prompt_length)} + ${number(sample.response_length)}`],
+    ["reward", sample.reward_is_trusted ? number(sample.reward) : `${number(sample.reward)}, not trusted`], ["ended", sample.end_reason], ["status", sample.removed ? `${sample.status}, removed` : sample.status], ["tokens", `${number(sample.prompt_length)} + ${number(sample.response_length)}`],
     ["turns", sample.num_turns], ["label", sample.label], ["data set", sample.dataset], ["weights", [...new Set(sample.weight_versions ?? [])].join(", ")], ["images", sample.images || null],
     ["took", times.end ? duration(times.end - times.begin) : null], ["in tools", times.tool_s ? duration(times.tool_s) : null], ["in the reward", times.reward_s ? duration(times.reward_s) : null],
     ["index", sample.index],
