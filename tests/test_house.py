@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 UNKNOWN = "no_such_flag"
 # figure -> (limit, aim of the second design)
 LIMITS = {
-    "statements": (39_045, 25_000),
-    "files": (363, 270),
+    "statements": (39_499, 25_000),
+    "files": (371, 270),
     "lines of the longest file": (450, 450),
     "lines of the longest function": (50, 50),
     "loose files of the fullest package": (16, 16),
@@ -31,6 +31,7 @@ LIMITS = {
 }
 # The public path of something that moved: it only imports its names, and is no file of ours.
 PUBLIC_PATHS = (
+    "slime.agent.harness.common",
     "slime.backends.megatron_utils.arguments",
     "slime.backends.megatron_utils.megatron_to_hf.processors",
     "slime.backends.sglang_utils.sglang_config",

@@ -21,6 +21,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from slime.agent.sandbox import (
+    EXIT_KILLED,
     EXIT_TIME_BUDGET_EXCEEDED,
     LocalSandbox,
     Sandbox,
@@ -349,13 +350,41 @@ def test_what_the_kernel_refuses_is_named_and_needs_unsafe(refused: str, said: l
     assert ("runs" in done.stdout) == (refused == "landlock")
 
 
+def test_a_long_command_that_the_sandbox_has_killed_ends_at_once_not_with_its_budget() -> None:
+    async def use(sandbox: LocalSandbox) -> None:
+        hold = "python3 -c 'held = b\"x\" * (200 << 20); import time; time.sleep(60)'"
+        begin = time.monotonic()
+        code, _ = await exec_and_wait(sandbox, cmd=hold, time_budget_sec=50, tag="hold")
+        assert code == EXIT_KILLED and sandbox.killed_for_memory == 1
+        assert time.monotonic() - begin < 25
+
+    inside(use, memory_mb=100)
+
+
+def test_paths_below_the_writable_ones_are_shown_read_only_and_a_parent_shows_all_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/deep").write_text("deep")
+    (tmp_path / "a/high").write_text("high")
+    (tmp_path / "secret").touch()
+
+    async def use(sandbox: LocalSandbox) -> None:
+        assert (await sandbox.exec(f"cd {tmp_path}; cat a/b/deep a/high; ls"))[1] == "deephigha\n"
+        assert "Read-only" in (await sandbox.exec(f"echo > {tmp_path}/a/b/deep"))[2]
+        assert await sandbox.exec(f"echo mine > {tmp_path}/own; cat {tmp_path}/own") == (0, "mine\n", "")
+
+    inside(use, show=[str(tmp_path / "a/b"), str(tmp_path / "a")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "secret"]
+
+
 def test_bad_input_is_refused_with_the_known_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for options, said in (
         ({"memory_mb": 1}, "memory_mb=1 of a local sandbox: at least 64"),
         ({"workdir": "work"}, "workdir='work' of a local sandbox: an absolute path"),
         ({"workdir": "/usr/work"}, "lies in a part that is read-only"),
         ({"show": ["/no/such"]}, "show='/no/such' of a local sandbox: there is no such path"),
-        ({"show": [str(tmp_path)]}, "are its own"),
+        ({"show": ["/tmp/"]}, "are its own; name a path below /tmp or /home"),
+        ({"show": ["/proc/self"]}, "are its own"),
+        ({"show": [str(tmp_path)], "workdir": str(tmp_path)}, "are its own"),
     ):
         with pytest.raises(ValueError, match=said):
             LocalSandbox(**options)  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BACKENDS",
+    "EXIT_KILLED",
     "EXIT_TIME_BUDGET_EXCEEDED",
     "DockerSandbox",
     "E2BSandbox",
@@ -42,6 +43,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 EXIT_TIME_BUDGET_EXCEEDED = -1
+EXIT_KILLED = 137
 # backend -> (module, class). Loaded when asked for: their clients are large, and no run needs all.
 BACKENDS = {
     "local": ("slime.agent.sandbox.local", "LocalSandbox"),
@@ -50,6 +52,7 @@ BACKENDS = {
     "http": ("slime.agent.sandbox.http", "HttpSandbox"),
 }
 _LONGEST_POLL_S = 5.0
+_LOOK_S = 0.2
 
 
 @runtime_checkable
@@ -135,7 +138,8 @@ async def exec_and_wait(
         want_output: return all of its output, not only the end of a failed one's.
 
     Returns:
-        Its exit code, EXIT_TIME_BUDGET_EXCEEDED where the budget was over, and output.
+        Its exit code, EXIT_KILLED where the sandbox has killed it (memory), EXIT_TIME_BUDGET_EXCEEDED where the budget
+        was over, and output.
     """
     script, lock, done = f"{TMP}/.{tag}.sh", f"{TMP}/.{tag}.spawned", f"{TMP}/.{tag}.done"
     leader, out = f"{TMP}/.{tag}.pid", out_file or f"{TMP}/.{tag}.out"
@@ -148,7 +152,7 @@ async def exec_and_wait(
     await sb.exec(f"rm -rf {lock}; rm -f {shlex.quote(out)} {done}", user=user, check=True)
     spawn = f"mkdir {lock} 2>/dev/null || exit 0; setsid bash {script} < /dev/null > {shlex.quote(out)} 2>&1 &"
     await sb.exec(f"chmod +x {script}; {spawn}", user=user, env=env)
-    code = await _exit_code(sb, done, time_budget_sec, user=user)
+    code = await _exit_code(sb, done, leader, time_budget_sec, user=user)
     if code is None:
         # `setsid` made it the leader of a group: what it has started ends with it.
         await sb.exec(f"kill -KILL -- -$(cat {leader})", user=user)
@@ -158,15 +162,18 @@ async def exec_and_wait(
     return code, "" if code == 0 else (await sb.exec(f"tail -c 512 {shlex.quote(out)}", user=user))[1]
 
 
-async def _exit_code(sb: Sandbox, done: str, budget_s: float, *, user: str) -> int | None:
+async def _exit_code(sb: Sandbox, done: str, leader: str, budget_s: float, *, user: str) -> int | None:
     """The exit code that the command has left, None when the budget is over."""
     end, pause = time.monotonic() + budget_s, 0.02
+    alive = f"! test -s {leader} || kill -0 $(cat {leader}) 2> /dev/null || test -f {done}"
     while (left := end - time.monotonic()) > 0:
         await asyncio.sleep(min(pause, left))
-        pause = min(2 * pause, _LONGEST_POLL_S)
+        pause = min(1.25 * pause, _LONGEST_POLL_S)  # a fifth of the time that it has run
         found, text, _ = await sb.exec(f"test -f {done} && cat {done}", user=user)
         if found == 0 and text.strip():
             return int(text)
+        if pause > _LOOK_S and (await sb.exec(alive, user=user))[0]:
+            return EXIT_KILLED  # It would leave no exit code for the rest of the budget.
     return None
 
 

@@ -50,7 +50,7 @@ _SHOWN = (
     "/etc/ssl/certs",
     "/etc/ssl/openssl.cnf",
 )
-_COVERED = (TMP, "/home", "/dev", "/proc")
+_COVERED = ("/home/agent", "/home/root", "/dev", "/proc")
 _BASH = "/bin/bash"
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _LEAST_MB = 64
@@ -162,7 +162,8 @@ class LocalSandbox:
         await self._door.open()
 
     def _settings(self) -> dict[str, Any]:
-        shown = [path for path in (*_SHOWN, *self.show) if os.path.exists(path)]
+        # Parents first: what lies in a directory that is shown already is skipped.
+        shown = sorted((path for path in (*_SHOWN, *self.show) if os.path.exists(path)), key=len)
         own = {"owner": os.getpid(), "shown": shown, "workdir": self.workdir}
         return own | self.limits
 
@@ -431,7 +432,9 @@ def _check_paths(workdir: str, show: Sequence[str]) -> None:
     for path in show:
         if not os.path.exists(path):
             raise ValueError(f"show={path!r} of a local sandbox: there is no such path on this host")
-        if any(PurePosixPath(path).is_relative_to(cover) for cover in (*_COVERED, workdir)):
-            raise ValueError(f"show={path!r} of a local sandbox: {workdir}, {', '.join(_COVERED)} are its own")
+        shown = PurePosixPath(path)
+        if str(shown) in (TMP, "/home") or any(shown.is_relative_to(cover) for cover in (*_COVERED, workdir)):
+            own = ", ".join((workdir, TMP, "/home", *_COVERED))
+            raise ValueError(f"show={path!r} of a local sandbox: {own} are its own; name a path below {TMP} or /home")
     if any(PurePosixPath(workdir).is_relative_to(path) for path in (*_SHOWN, *show, "/proc", "/dev", "/etc")):
         raise ValueError(f"workdir={workdir!r} of a local sandbox lies in a part that is read-only")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 WATCH_S = 0.05
+_RESERVED = 4  # times the limit of memory: what a process may reserve
 # Every file system of the sandbox that can be written is a part of one of bounded size.
 _WRITABLE = {"tmp": "/tmp", "home": "/home", "shm": "/dev/shm"}  # nosec B108
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -106,8 +107,10 @@ def build_root(
     """Make a root directory of read-only views and one writable file system of bounded size, and enter it."""
     root = "/tmp"  # nosec B108: any directory: it is covered in this mount namespace alone.
     kernel.mount_private_tmpfs(root, "size=4m,mode=755")
+    own = tuple(f"{path}/" for path in _WRITABLE.values())
     for path, descriptor in shown:
-        _show(path, descriptor, root)
+        if not path.startswith(own):
+            _show(path, descriptor, root)
     for name, descriptor in devices:
         _show(f"/dev/{name}", descriptor, root)
     for name, target in _LINKS.items():
@@ -124,6 +127,9 @@ def build_root(
         kernel.bind(f"{root}/data/{name}", root + path)
     for user in ("agent", "root"):
         os.makedirs(f"{root}/home/{user}")
+    for path, descriptor in shown:
+        if path.startswith(own):  # on top of the writable file system, which would hide it
+            _show(path, descriptor, root)
     os.chmod(f"{root}/tmp", 0o1777)  # nosec B103 B108: as on every host
     kernel.unmount(f"{root}/data")
     os.rmdir(f"{root}/data")
@@ -155,7 +161,9 @@ def lock_down(settings: dict[str, Any], refusals: Refusals) -> None:
     refusals.attempt("host name", socket.sethostname, "sandbox")
     memory, disk = settings["memory_mb"] << 20, settings["disk_mb"] << 20
     limits = {"CORE": 0, "MSGQUEUE": 0, "NOFILE": 1024, "NPROC": settings["processes"] + 2, "FSIZE": disk}
-    for name, value in {**limits, "DATA": memory}.items():
+    # Runtimes such as Bun and V8 reserve far more than they use: the watch counts what is used, this limit only stops
+    # a process that would take the host's memory between two looks of the watch.
+    for name, value in {**limits, "DATA": _RESERVED * memory}.items():
         kernel.limit(name, value)
     kernel.drop_capabilities()
     kernel.set_readable_by_peers(False)
