@@ -83,7 +83,7 @@ class Growth(_Thresholds):
 class Below(_Thresholds):
     """Below this in each of the last rollouts."""
 
-    tflops: Positive = 40.0
+    share: Positive = 0.1
     rollouts: Count = 5
 
 
@@ -105,6 +105,10 @@ class AlarmSettings(BaseModel):
     failures: Level = Level(at_least=1, rollouts=5)
     untrusted_rewards: Share = Share(share=0.1, rollouts=2)
     engines_lost: Level = Level(at_least=1, rollouts=1)
+    aborts: Level = Level(at_least=0.25)
+    slow_engine: Level = Level(at_least=2)
+    slow_rank: Level = Level(at_least=1.5)
+    kv_full: Level = Level(at_least=0.5)
     slow_phase: Jump = Jump(factor=6, at_least=60)
     low_mfu: Below = Below()
 

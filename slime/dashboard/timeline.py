@@ -71,7 +71,9 @@ def time_page(run: Run) -> dict[str, Any]:
             "engines": _idle(lanes["engines"]),
         },
         "engine_metrics": [
-            name for name in names if name.startswith(("engine", "router", "perf/request", "perf/decode"))
+            name
+            for name in names
+            if name.startswith(("engine", "router", "rollout/engine_loads/", "perf/request", "perf/decode"))
         ]
         + [name for name in ("perf/tokens_per_gpu_per_sec", "rollout/prefix_cache_hit_rate") if name in names],
     }

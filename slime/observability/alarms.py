@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from slime.config.alarm_settings import KEPT, AlarmSettings, Below, Collapse, Falling, Flat, Growth, Jump, Level, Share
+from slime.config.alarm_settings import KEPT, AlarmSettings, Below, Collapse, Falling, Flat, Growth, Jump, Level
 from slime.observability.console import short
 
 BEFORE = 20
@@ -102,11 +102,7 @@ def jumped(series: AllSeries, metric: str, thresholds: Jump) -> Finding | None:
 
 
 def _share(metric: str) -> Check:
-    def check(series: AllSeries, thresholds: Any) -> Finding | None:
-        assert isinstance(thresholds, Share)
-        return high(series, metric, thresholds.share, thresholds.rollouts)
-
-    return check
+    return lambda series, thresholds: high(series, metric, thresholds.share, thresholds.rollouts)
 
 
 def _level(*metrics: str) -> Check:
@@ -199,15 +195,13 @@ def slow_phase(series: AllSeries, thresholds: Any) -> Finding | None:
 
 
 def low_mfu(series: AllSeries, thresholds: Any) -> Finding | None:
-    """Whether a GPU computes far less in training than it could."""
+    """Whether a GPU computes far less in training than it could; only where its peak is known."""
     assert isinstance(thresholds, Below)
-    metric = "perf/actor_train_tflops"
+    metric = "perf/actor_train_mfu"
     points = series[metric].last(thresholds.rollouts) if metric in series else []
-    if "memory/after_train/gpu_used_gb" not in series or not points:  # there is no GPU
+    if not points or max(point.value for point in points) >= thresholds.share:
         return None
-    if max(point.value for point in points) >= thresholds.tflops:
-        return None
-    return Finding(metric, points[0].rollout, {metric: points[-1].value, "limit": thresholds.tflops})
+    return Finding(metric, points[0].rollout, {metric: points[-1].value, "limit": thresholds.share})
 
 
 Check = Callable[[AllSeries, Any], Finding | None]
@@ -300,16 +294,34 @@ RULES: dict[str, Rule] = {
             "--tool-concurrency",
         ),
     ),
-    "engines_lost": Rule(
-        "engines were lost", _level("rollout/engines_lost"), ("--use-fault-tolerance", "--sglang-mem-fraction-static")
+    "engines_lost": Rule("engines were lost", _level("rollout/engines_lost"), ("--use-fault-tolerance",)),
+    "aborts": Rule(
+        "groups are aborted before they are done, and their tokens are lost",
+        _level("rollout/aborted_ratio"),
+        ("--partial-rollout", "--update-weights-interval", "--sglang-server-concurrency"),
+    ),
+    "slow_engine": Rule(
+        "an engine serves requests far more slowly than the others",
+        _level("rollout/engine_loads/slowest_ratio"),
+        ("--sglang-server-concurrency",),
+    ),
+    "slow_rank": Rule(
+        "a rank of the trainer is slower than the others, which wait for it",
+        _level("perf/slowest_rank_ratio"),
+        ("--balance-data", "--use-dynamic-batch-size"),
+    ),
+    "kv_full": Rule(
+        "requests wait in engines whose KV cache is full",
+        _level("rollout/engine_loads/full_ratio"),
+        ("--sglang-mem-fraction-static", "--sglang-server-concurrency"),
     ),
     "slow_phase": Rule(
         "a phase took many times as long as it usually does", slow_phase, ("--stall-timeout", "--use-pytorch-profiler")
     ),
     "low_mfu": Rule(
-        "GPUs of the trainer are mostly idle while they train",
+        "GPUs of the trainer mostly idle while they train",
         low_mfu,
-        ("--max-tokens-per-gpu", "--use-dynamic-batch-size", "--recompute-granularity"),
+        ("--max-tokens-per-gpu", "--use-dynamic-batch-size"),
     ),
 }
 

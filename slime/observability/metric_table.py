@@ -136,6 +136,12 @@ FAMILIES: dict[str, tuple[MetricRow, ...]] = {
             ("rollout/reward_failures", "samples whose reward failed (--on-sample-error)", "samples", "0"),
             ("rollout/untrusted_retries", "samples made again (--on-untrusted-reward retry)", "samples", "0"),
             ("rollout/tool_timeouts", "tool calls that ran into their deadline", "calls", "0"),
+            (
+                "rollout/aborted_ratio",
+                "share of the groups that engines, or a sync, aborted before they were done; where there were any",
+                "share",
+                "near 0",
+            ),
             ("rollout/partial_rollout/resumed_samples", "samples that went on from an earlier rollout", "samples"),
             ("rollout/greedy_reward", "mean reward of the greedy responses (--advantage-estimator remax)"),
         ),
@@ -270,6 +276,12 @@ FAMILIES: dict[str, tuple[MetricRow, ...]] = {
             ("perf/step_time", "from the end of one training to the end of the next", "s"),
             ("perf/wait_time_ratio", "share of the step that the trainer waited", "share", "low on GPUs of its own"),
             ("perf/actor_train_tflops", "achieved by one GPU in training", "TFLOP/s", "40% of its peak, dense bf16"),
+            (
+                "perf/actor_train_mfu",
+                "that over the device's peak, dense bf16, where it is known",
+                "share",
+                "0.4",
+            ),
             ("perf/<pass>_tflops", "achieved by one GPU in a pass without gradients", "TFLOP/s"),
             ("perf/actor_train_tok_per_s", "tokens that one copy of the model trains per second", "tokens/s"),
             ("perf/actor_train_tok_per_gpu_per_sec", "tokens trained per trainer GPU and second", "tokens/s"),
@@ -287,6 +299,15 @@ FAMILIES: dict[str, tuple[MetricRow, ...]] = {
         *_rows(
             "slime/observability/timer.py",
             ("perf/other_time", "rest of the step: neither generation nor passes", "s", "below 10% of the step"),
+        ),
+        *_rows(
+            "slime/observability/timer.py",
+            (
+                "perf/slowest_rank_ratio",
+                "time of the slowest trainer rank in passes without gradients, over the median of all ranks",
+                "",
+                "near 1",
+            ),
         ),
         *_rows(
             SYNC,
@@ -319,6 +340,22 @@ FAMILIES: dict[str, tuple[MetricRow, ...]] = {
             ("rollout/engines", "engines that serve", "engines", "all of them"),
             ("rollout/engines_lost", "engines lost so far", "engines", "0"),
             ("rollout/engines_replaced", "engines started in place of lost ones so far", "engines"),
+            ("rollout/engine_loads/running", "requests that an engine runs, mean while any are", "requests"),
+            ("rollout/engine_loads/queued", "requests that wait in an engine", "requests", "near 0"),
+            ("rollout/engine_loads/tokens_per_s", "tokens that an engine generates", "tokens/s"),
+            ("rollout/engine_loads/kv_use", "KV cache of an engine in use", "share", "below 0.9"),
+            (
+                "rollout/engine_loads/full_ratio",
+                "share of the time in which requests of the fullest engine wait for KV cache",
+                "share",
+                "near 0",
+            ),
+            (
+                "rollout/engine_loads/slowest_ratio",
+                "how many times as fast as the slowest engine the median one serves a request",
+                "",
+                "near 1",
+            ),
             ("rollout/router_restarts", "restarts of the router so far", "", "0"),
         ),
         *_rows(

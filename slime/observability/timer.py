@@ -14,8 +14,9 @@ sync, saving, evaluating.
 from __future__ import annotations
 
 import functools
+import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
@@ -190,6 +191,27 @@ def with_defer(deferred_func: Callable[[], None]) -> Callable[[Callable[P, R]], 
 # Timers of the computation.
 PASSES = ("log_probs", "ref_log_probs", "teacher_log_probs", "critic_values", "actor_train", "critic_train")
 MetricRecord = tuple[dict[str, float], str]
+
+
+ALONE = ("log_probs", "ref_log_probs", "teacher_log_probs", "critic_values", "data_preprocess")
+"""Timers in which a data-parallel rank waits for no other; in a train step the fast ones wait for the slowest."""
+LEAST_S = 1.0
+
+
+def with_slowest_rank(per_rank: Sequence[list[MetricRecord]]) -> list[MetricRecord]:
+    """Return rank 0's records with `perf/slowest_rank_ratio`: the slowest rank's time over the median of all.
+
+    It counts passes in which no rank waits for another, and is left out where these take less than a second.
+
+    Args:
+        per_rank: the records of each rank; the first has its times.
+    """
+    records = per_rank[0]
+    seconds = [sum(rank[0][0].get(f"perf/{name}_time", 0.0) for name in ALONE) for rank in per_rank if rank]
+    if len(seconds) < 2 or (usual := statistics.median_low(seconds)) < LEAST_S:
+        return records
+    (first, step_key), *rest = records
+    return [({**first, "perf/slowest_rank_ratio": max(seconds) / usual}, step_key), *rest]
 
 
 class StepTimes:

@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayError
 
 from slime.config.args import Args
 from slime.config.roles import Role, parse_megatron_role_args
+from slime.observability.timer import with_slowest_rank
 from slime.ray.checkpoints import resumed
 from slime.ray.placement import TRAINER_SHARE, Placement
 from slime.ray.train_actor import NAMES, TrainRayActor
@@ -128,12 +129,13 @@ class RayTrainGroup:
             columns: what the other role made of it.
 
         Returns:
-            rank 0's metric records, and what the other role needs of this training.
+            rank 0's metric records, with how far the slowest rank lags behind, and what the other role needs of
+            this training.
         """
         what = f"training the {self._name} on rollout {rollout_id}"
         per_rank = [(rollout_id, refs, of_rank) for of_rank in columns or [None] * self.world_size]
         records, made = self._make_columns("train", what, per_rank)
-        return records[0], made
+        return with_slowest_rank(records), made
 
     def save_model(self, rollout_id: int) -> str | None:
         """Write a checkpoint, or begin to (--async-save); returns why it was not written, if its disk is full."""

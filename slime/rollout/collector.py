@@ -195,6 +195,8 @@ class Collector:
         if self._filter is not None or num_dropped:
             metrics["rollout/dropped_ratio"] = num_dropped / max(num_dropped + len(self.accepted), 1)
         metrics |= {f"rollout/sample_errors/{name}": float(count) for name, count in self._failures.items()}
+        if aborted := self._num_aborted_by_engine:
+            metrics["rollout/aborted_ratio"] = aborted / (aborted + len(self.accepted))
         if lost := take_reward_failures():
             metrics["rollout/reward_failures"] = float(lost)
         if again := take_untrusted_retries():

@@ -208,6 +208,8 @@ class AsyncRolloutWorker:
         metrics = {f"rollout/fully_async/{name}": float(self._counts[name]) for name in names}
         metrics["rollout/fully_async/queue_size"] = float(len(self._finished))
         metrics["rollout/fully_async/in_flight"] = float(len(self._flying))
+        if aborted := self._counts["aborted_groups"]:
+            metrics["rollout/aborted_ratio"] = aborted / (aborted + self.num_accepted)
         self._counts.clear()
         self.begin_rollout(self._rollout_id + 1)
         return metrics

@@ -35,8 +35,9 @@ from slime.config.args import Args
 from slime.observability.rollout_records.recorder import RecordWriter, index_of
 from slime.observability.rollout_records.schema import PER_TOKEN, PLAIN_TRAINER, TRAINER, table_of
 from slime.training.micro_batches import SCHEDULE_KEYS, MicroBatches
+from slime.utils.accelerator import device_name
 from slime.utils.distributed_utils import get_gloo_group
-from slime.utils.flops_utils import calculate_fwd_flops, calculate_prediction_flops, calculate_train_flops
+from slime.utils.flops_utils import calculate_fwd_flops, calculate_prediction_flops, calculate_train_flops, peak_tflops
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,8 @@ def perf_metrics(
         response_lengths: those of them that are its response's.
 
     Returns:
-        `perf/<timer>_time`, `perf/<pass>_tflops`, `perf/actor_train_tok_per_s` (of this rank's data, which the devices
+        `perf/<timer>_time`, `perf/<pass>_tflops`, `perf/actor_train_mfu` (on a device whose peak is known),
+        `perf/actor_train_tok_per_s` (of this rank's data, which the devices
         of one copy of the model train together), `perf/actor_train_tok_per_gpu_per_sec`, `perf/step_time` (from the
         end of one training to the end of the next) and the share of it spent waiting.
     """
@@ -158,6 +160,8 @@ def perf_metrics(
         if args.enable_mtp_training:
             tflops += calculate_prediction_flops(seqlens, sum(response_lengths), args) / devices / 1e12
         metrics["perf/actor_train_tflops"] = args.ppo_epochs * tflops / training_s
+        if peak := peak_tflops(device_name()):
+            metrics["perf/actor_train_mfu"] = metrics["perf/actor_train_tflops"] / peak
         metrics["perf/actor_train_tok_per_s"] = tokens_per_s
         metrics["perf/actor_train_tok_per_gpu_per_sec"] = tokens_per_s / devices
     waited, trained = seconds.get("train_wait", 0.0), seconds.get("train", 0.0)

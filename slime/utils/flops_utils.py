@@ -35,6 +35,25 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 
+PEAK_TFLOPS = {
+    "A100": 312.0, "A800": 312.0, "H100 PCIe": 756.0, "H100": 989.0, "H800": 989.0, "H200": 989.0, "GH200": 989.0,
+    "H20": 148.0, "B200": 2250.0, "GB200": 2500.0, "B300": 2250.0, "GB300": 2500.0, "L4": 121.0, "L40S": 362.0,
+    "A10": 125.0, "A10G": 70.0, "MI250X": 191.5, "MI300X": 1307.0, "MI325X": 1307.0, "MI355X": 2500.0,
+}  # fmt: skip
+"""Dense bf16 products of one device, by its name, from the makers' data sheets."""
+
+
+def peak_tflops(device: str) -> float | None:
+    """TFLOP/s of dense bf16 products at most, by the name that a driver gives a device; None for an unknown one.
+
+    Example:
+        >>> peak_tflops("NVIDIA H100 PCIe"), peak_tflops("NVIDIA H100 80GB HBM3"), peak_tflops("a device")
+        (756.0, 989.0, None)
+    """
+    words = set(device.replace("-", " ").split())
+    return next((peak for name, peak in PEAK_TFLOPS.items() if words.issuperset(name.split())), None)
+
+
 def calculate_fwd_flops(seqlens: Iterable[int], args: Args) -> float:
     """FLOPs of one forward pass over sequences of these lengths.
 

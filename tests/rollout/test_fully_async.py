@@ -269,7 +269,9 @@ def test_an_aborted_group_goes_back_to_the_data_source_with_what_it_has_where_pa
         (sample, _) = engine.calls[0]
         assert (sample.prompt, sample.response_length) == ("p0", 1 if partial else 0)
         engine.end(0)
-        (group,) = (await task).samples
+        output = await task
+        (group,) = output.samples
+        assert output.metrics["rollout/aborted_ratio"] == 1 / 2, "one was aborted, one accepted"
         assert group[0].response_length == (3 if partial else 2), "one token before the abort, two after it"
         assert group[0].status is Status.COMPLETED
         await worker._stop()

@@ -31,8 +31,10 @@ STEADY = {
     "train/ppo_kl": 0.001,
     "train/train_rollout_logprob_abs_diff": 0.01,
     "perf/update_weights_time": 3.0,
-    "perf/actor_train_tflops": 300.0,
-    "memory/after_train/gpu_used_gb": 60.0,
+    "perf/actor_train_mfu": 0.3,
+    "perf/slowest_rank_ratio": 1.1,
+    "rollout/engine_loads/slowest_ratio": 1.2,
+    "rollout/engine_loads/full_ratio": 0.1,
 }
 
 
@@ -76,7 +78,11 @@ def test_a_steady_run_raises_no_alarm() -> None:
         ("untrusted_rewards", "rollout/untrusted_reward", 0.1),
         ("engines_lost", "rollout/engines_lost", 1.0),
         ("slow_phase", "perf/update_weights_time", 61.0),
-        ("low_mfu", "perf/actor_train_tflops", 20.0),
+        ("low_mfu", "perf/actor_train_mfu", 0.09),
+        ("aborts", "rollout/aborted_ratio", 0.3),
+        ("slow_engine", "rollout/engine_loads/slowest_ratio", 2.5),
+        ("slow_rank", "perf/slowest_rank_ratio", 1.6),
+        ("kv_full", "rollout/engine_loads/full_ratio", 0.6),
         ("reward_falling", "rollout/raw_reward", 0.1),
     ],
 )
@@ -154,7 +160,12 @@ def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str) -> Non
 
 def test_every_alarm_has_thresholds_flags_that_exist_and_a_place_in_the_page() -> None:
     flags = {f"--{name.replace('_', '-')}" for group in FLAG_CLASSES for name in defaults_of(group)}
-    flags |= {"--clip-grad", "--lr", "--recompute-granularity", "--sglang-mem-fraction-static"}  # Megatron's, SGLang's
+    flags |= {
+        "--clip-grad",
+        "--lr",
+        "--sglang-server-concurrency",
+        "--sglang-mem-fraction-static",
+    }  # Megatron's, SGLang's
     page = (ROOT / DOCS).read_text()
     assert list(AlarmSettings.model_fields) == list(RULES)
     for name, rule in RULES.items():

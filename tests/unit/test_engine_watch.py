@@ -14,7 +14,8 @@ from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.server_control import Probe
 from slime.processes.wait import wait
 from slime.ray.rollout import watches
-from slime.ray.rollout.watches import EngineWatch, engine_state
+from slime.ray.rollout.watches import EngineLoads, EngineWatch, engine_state, load_metrics
+from slime.utils.errors import HttpError
 
 
 @pytest.fixture
@@ -193,3 +194,40 @@ def test_engines_that_end_during_a_look_after_the_watch_are_not_lost(monkeypatch
     has_ended.set()
     one.pause()  # returns when the look is over
     assert lost == []
+
+
+def load(running: int, speed: float, *, queued: int = 0, kv_use: float = 0.5) -> dict[str, float]:
+    return {"running": running, "queued": queued, "tokens_per_s": running * speed, "kv_use": kv_use}
+
+
+def test_loads_say_which_engine_is_slow_and_whether_requests_wait_for_cache() -> None:
+    full = load(8, 10.0, queued=3, kv_use=0.95)
+    found = load_metrics(
+        [{"a": load(8, 30.0), "b": load(8, 30.0), "c": full}, {"a": load(1, 90.0), "c": load(8, 20.0)}]
+    )
+    prefix = "rollout/engine_loads/"
+    assert found[f"{prefix}running"] == (8 + 8 + 8 + 1 + 8) / 5 and found[f"{prefix}queued"] == 3 / 5
+    assert found[f"{prefix}full_ratio"] == 1 / 2, "one of the two looks at c"
+    assert found[f"{prefix}slowest_ratio"] == 30.0 / ((10.0 + 20.0) / 2), "one request alone is no comparison"
+    assert load_metrics([]) == {} and f"{prefix}slowest_ratio" not in load_metrics([{"a": load(8, 30.0)}])
+
+
+def test_engines_are_asked_for_their_loads_while_they_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [{"num_running_reqs": 3, "num_waiting_reqs": 2, "gen_throughput": 40.0, "token_usage": 0.97}] * 2
+    answers: dict[str, Any] = {"a": ranks, "silent": HttpError("no answer")}
+
+    def loads(url: str, *, timeout_s: float) -> list[dict[str, Any]]:
+        if isinstance(answers[url], HttpError):
+            raise answers[url]
+        return list(answers[url])
+
+    monkeypatch.setattr(server_control, "list_workers_sync", lambda url, timeout_s: list(answers))
+    monkeypatch.setattr(server_control, "loads_sync", loads)
+    watch = EngineLoads(lambda: ["router"])
+    watch.tick()
+    answers["a"] = [{"num_running_reqs": 0}]
+    watch.tick()  # it is idle
+    found = watch.take()
+    assert found["rollout/engine_loads/running"] == 6 and found["rollout/engine_loads/kv_use"] == 0.97
+    assert found["rollout/engine_loads/full_ratio"] == 1 and found["rollout/engine_loads/tokens_per_s"] == 80
+    assert watch.take() == {}

@@ -245,6 +245,25 @@ def test_an_engine_that_keeps_aborting_is_an_error(make, engine):
         generate_rollout(args, 0, source)
 
 
+def test_groups_that_engines_abort_are_counted(make, engine):
+    args, source = make("bc", rollout_batch_size=1, n_samples_per_prompt=1)
+    args.custom_generate_function_path = f"{__file__}:abort_once"
+    FIRST_CALLS.clear()
+    assert generate_rollout(args, 0, source).metrics["rollout/aborted_ratio"] == 1 / 2
+    assert "rollout/aborted_ratio" not in generate_rollout(args, 1, source).metrics
+
+
+FIRST_CALLS: list[str] = []
+
+
+async def abort_once(args, sample, sampling_params):
+    sample.status = Status.COMPLETED if FIRST_CALLS else Status.ABORTED
+    FIRST_CALLS.append(sample.prompt)
+    sample.tokens, sample.response, sample.response_length = [1, 2], "x", 1
+    sample.rollout_log_probs = [0.0]
+    return sample
+
+
 async def abort_by_itself(args, sample, sampling_params):
     sample.status = Status.ABORTED
     return sample

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.observability.timer import StepTimes
+from slime.observability.timer import MetricRecord, StepTimes, with_slowest_rank
 from slime.ray import engine_upkeep
 from slime.ray import run as run_module
 from slime.ray.rollout.shares import HOOKS_ON_SAMPLES
@@ -99,3 +99,15 @@ def test_a_run_logs_the_rest_beside_the_times_of_the_step(monkeypatch: pytest.Mo
     run.plan = SimpleNamespace(start_rollout_id=0, num_rollout=4)
     run.train_step(3, run.wait_generated(PendingRollout("samples", "data")))
     assert logged[-1] == {"perf/other_time": 100 - COMPUTED, "rollout/step": 3}
+
+
+def test_the_slowest_rank_is_compared_in_passes_that_wait_for_no_other():
+    def rank(log_probs: float, train: float = 9.0) -> list[MetricRecord]:
+        times = {"perf/log_probs_time": log_probs, "perf/data_preprocess_time": 1.0, "perf/actor_train_time": train}
+        return [({**times, "rollout/step": 3}, "rollout/step"), ({"train/step": 1}, "train/step")]
+
+    (perf, key), *rest = with_slowest_rank([rank(3.0), rank(3.0, 50.0), rank(7.0)])
+    assert perf["perf/slowest_rank_ratio"] == (7.0 + 1.0) / (3.0 + 1.0) and key == "rollout/step"
+    assert rest == rank(3.0)[1:] and perf["perf/log_probs_time"] == 3.0, "the rest is rank 0's"
+    for alone in ([rank(3.0)], [[({"rollout/step": 3}, "rollout/step")]] * 2):
+        assert with_slowest_rank(alone) == alone[0]

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.data import Packing
+from slime.training import reports
 from slime.training.micro_batches import MicroBatches, to_tensors
 from slime.training.reports import column_means, perf_metrics
-from slime.utils.flops_utils import calculate_fwd_flops, calculate_prediction_flops
+from slime.utils.flops_utils import PEAK_TFLOPS, calculate_fwd_flops, calculate_prediction_flops
 
 ONE_RANK = SimpleNamespace(size=lambda: 1)
 
@@ -62,7 +63,7 @@ def test_kl_is_reported_only_where_it_was_measured():
     assert "rollout/kl" in column_means(make_micro_batches(kl=kl, log_probs=kl, ref_log_probs=kl), ONE_RANK)
 
 
-def test_times_become_rates():
+def test_times_become_rates(monkeypatch):
     args = SimpleNamespace(
         num_layers=1,
         hidden_size=4,
@@ -88,6 +89,10 @@ def test_times_become_rates():
     assert metrics["perf/actor_train_tok_per_gpu_per_sec"] == 2 * (10 + 20) / 0.5 / (2 * 3 * 5)
     assert metrics["perf/actor_train_tflops"] == pytest.approx(2 * 3 * tflops / 0.5)
     assert metrics["perf/log_probs_tflops"] == pytest.approx(tflops / 0.25)
+    assert "perf/actor_train_mfu" not in metrics, "the peak of a CPU is not known"
+    monkeypatch.setattr(reports, "device_name", lambda: "NVIDIA H200")
+    on_h200 = perf_metrics(args, seconds, [10, 20], [4, 5])
+    assert on_h200["perf/actor_train_mfu"] == pytest.approx(metrics["perf/actor_train_tflops"] / PEAK_TFLOPS["H200"])
 
     args.mtp_num_layers, args.enable_mtp_training = 1, True
     more = calculate_prediction_flops([10, 20], 4 + 5, args) / (2 * 3 * 5) / 1e12

@@ -30,7 +30,7 @@ from slime.config.args import Args
 from slime.ray.placement import Slot
 from slime.ray.rollout.replacements import Replacements
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
-from slime.ray.rollout.watches import EngineEnds, RouterWatch, engine_state
+from slime.ray.rollout.watches import EngineEnds, EngineLoads, RouterWatch, engine_state
 from slime.ray.utils import RayActor, actor_env, get
 from slime.utils import http_utils
 from slime.utils.errors import HttpError
@@ -60,6 +60,7 @@ class EngineControl(RayActor):
     _router_watch: RouterWatch | None = None
     _replacements: Replacements | None = None  # with --use-fault-tolerance
     _ends: EngineEnds | None = None  # without
+    _loads: EngineLoads | None = None
 
     def __init__(self, args: Args, engine_slots: list[Slot]) -> None:
         self.args = args
@@ -71,6 +72,8 @@ class EngineControl(RayActor):
         self._servers.publish()
         self._router_watch = RouterWatch(self._servers.models)
         self._router_watch.start()
+        self._loads = EngineLoads(self._router_urls)
+        self._loads.start()
         if self.args.check_weight_update_equal:
             self._servers.overwrite_weights()
         init_http_client(self.args)
@@ -87,13 +90,13 @@ class EngineControl(RayActor):
 
     def _suspect(self, url: str) -> None:
         """Look at the engines when a request to a router of the run has failed."""
-        assert self._replacements is not None and self._servers is not None
-        if origin(url) in [router.url for router in self._servers.routers.values()]:
+        assert self._replacements is not None
+        if origin(url) in self._router_urls():
             self._replacements.watch.suspect()
 
     def _end_engines(self) -> None:
         watch = self._ends if self._replacements is None else self._replacements.watch
-        for one in (self._router_watch, watch):
+        for one in (self._router_watch, self._loads, watch):
             if one is not None:
                 one.stop()
         if self._servers is not None:
@@ -165,13 +168,15 @@ class EngineControl(RayActor):
             self._replacements.register()
             self._replacements.watch.resume()
 
+    def _router_urls(self) -> list[str]:
+        return [] if self._servers is None else [router.url for router in self._servers.routers.values()]
+
     @ray.method(concurrency_group="state")  # asked for while engines are replaced, which takes minutes
     def engine_state(self) -> dict[str, Any]:
         """Address -> what each router and engine is busy with, or why it does not tell; for the stall report."""
         if self._servers is None:
             return {}
-        routers = [router.url for router in self._servers.routers.values()]
-        return engine_state(routers, self._replacements.urls().values() if self._replacements else [])
+        return engine_state(self._router_urls(), self._replacements.urls().values() if self._replacements else [])
 
     @ray.method(concurrency_group="control")
     def get_updatable_engines(self) -> tuple[list[Any], list[int]]:
@@ -221,7 +226,7 @@ class EngineControl(RayActor):
         found = self._replacements.metrics() if self._replacements else {}
         if self._router_watch is not None:
             found["rollout/router_restarts"] = float(self._router_watch.count)
-        return found
+        return found | (self._loads.take() if self._loads else {})
 
 
 class PostActor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import statistics
 import threading
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from typing import Any
 
 from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.server_control import Probe
+from slime.observability.metric_utils import dict_add_prefix
 from slime.processes.wait import Watch
 from slime.ray.rollout.servers import ModelServers
 from slime.ray.utils import ActorFailure, get
@@ -36,6 +38,9 @@ ANSWER_EVERY_S = 10.0  # Between two questions to a router whose process is ther
 MOST_RESTARTS = 6
 HOUR_S = 3600.0
 ASK_S = 3.0
+LOADS_EVERY_S = 5.0
+FULL = 0.9
+"""Share of the KV cache in use from which on requests queue for want of it."""
 
 
 class LastHour:
@@ -266,6 +271,82 @@ class RouterWatch(Watch):
         finally:
             if asks:
                 self._asked = time.monotonic()
+
+
+class EngineLoads(Watch):
+    """Asks every few seconds how busy engines are, for metrics of a rollout; an engine that does not tell is left out.
+
+    Args:
+        routers: their addresses; the engines behind them are asked.
+    """
+
+    def __init__(self, routers: Callable[[], Iterable[str]]) -> None:
+        super().__init__("engine-loads", every_s=LOADS_EVERY_S)
+        self._routers = routers
+        self._lock = threading.Lock()
+        self._looks: list[dict[str, dict[str, float]]] = []
+
+    def tick(self) -> None:
+        """Ask once; only what engines say while they generate is kept."""
+        urls: set[str] = set()
+        for router in self._routers():
+            with suppress(HttpError):
+                urls |= set(server_control.list_workers_sync(router, timeout_s=ASK_S))
+        look = {}
+        for url in sorted(urls):
+            with suppress(HttpError):
+                look[url] = _sums(server_control.loads_sync(url, timeout_s=ASK_S))
+        if any(load["running"] for load in look.values()):
+            with self._lock:
+                self._looks.append(look)
+
+    def take(self) -> dict[str, float]:
+        """Return the metrics of what was seen since the last call; nothing where nothing was."""
+        with self._lock:
+            looks, self._looks = self._looks, []
+        return load_metrics(looks)
+
+
+def _sums(ranks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The load of an engine: sums over its data-parallel ranks, and of the KV cache the share of the fullest."""
+    ranks = list(ranks)
+    sums = {"running": "num_running_reqs", "queued": "num_waiting_reqs", "tokens_per_s": "gen_throughput"}
+    load = {name: float(sum(rank.get(key) or 0.0 for rank in ranks)) for name, key in sums.items()}
+    return load | {"kv_use": max((float(rank.get("token_usage") or 0.0) for rank in ranks), default=0.0)}
+
+
+def load_metrics(looks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
+    """Return `rollout/engine_loads/...` of several looks, each engine's address -> its load.
+
+    Means are over looks and engines; `full_ratio` is the share of the looks at the fullest engine in which requests
+    queued for want of KV cache; `slowest_ratio` how many times as fast as the slowest engine the median one serves a
+    request. Only engines with at least half as many requests as the busiest are compared: few requests are faster.
+
+    Example:
+        >>> load = {"running": 4.0, "queued": 0.0, "tokens_per_s": 80.0, "kv_use": 0.5}
+        >>> load_metrics([{"a": load, "b": load | {"tokens_per_s": 20.0}}])["rollout/engine_loads/slowest_ratio"]
+        4.0
+    """
+    if not looks:
+        return {}
+    loads = [load for look in looks for load in look.values()]
+    found = {name: statistics.fmean(load[name] for load in loads) for name in loads[0]}
+    engines = {url for look in looks for url in look}
+    shares = [
+        statistics.fmean(look[url]["kv_use"] >= FULL and look[url]["queued"] > 0 for look in looks if url in look)
+        for url in engines
+    ]
+    speeds: dict[str, list[float]] = {}
+    for look in looks:
+        most = max(load["running"] for load in look.values())
+        for url, load in look.items():
+            if most and load["running"] >= most / 2:
+                speeds.setdefault(url, []).append(load["tokens_per_s"] / load["running"])
+    means = [statistics.fmean(values) for values in speeds.values()]
+    found |= {"full_ratio": max(shares)}
+    if len(means) > 1 and min(means) > 0:
+        found["slowest_ratio"] = statistics.median_high(means) / min(means)
+    return dict_add_prefix(found, "rollout/engine_loads/")
 
 
 def engine_state(routers: Iterable[str], engines: Iterable[str]) -> dict[str, Any]:

@@ -146,6 +146,13 @@ def compute_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(0) if cuda_is_available() else None
 
 
+def device_name() -> str:
+    """The name of this process's device, as its driver gives it; empty without a GPU."""
+    import torch
+
+    return str(torch.cuda.get_device_name()) if kind() == "cuda" else ""
+
+
 def supports(cap: str) -> bool:
     """Whether torch's module of this process's device has what is named so ("ipc_collect", "mem_get_info", ...)."""
     import torch
