@@ -1,0 +1,153 @@
+"""The real programs of the harnesses, in local sandboxes, offline, against our server and a scripted engine.
+
+Slow: npm and pip install them (2 GB), and it skips where their registries are out of reach. SLIME_TEST_AGENT_CLIS
+names a directory in which they are kept for the next time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.agent.adapters import AnthropicAdapter, BaseAdapter, OpenAIAdapter
+from slime.agent.harness import make_harness
+from slime.agent.sandbox import GatewayAccess, LocalSandbox
+from tests.rollout.chat_tokenizers import family_tokenizer
+from tests.unit.agent_fakes import ScriptedEngine, finish, served
+
+NPM = ("@anthropic-ai/claude-code@2.1.197", "@openai/codex@0.171.0", "opencode-ai@1.18.33")
+PIP = "mini-swe-agent==2.4.6"
+WRITE = "echo $((12 * 12)) > answer.txt; cat answer.txt"
+SMALL = "--bare --system-prompt 'You work in a shell.' --tools Bash"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    if kept := os.environ.get("SLIME_TEST_AGENT_CLIS"):
+        yield Path(kept)
+        return
+    path = tmp_path_factory.mktemp("clis")
+    yield path
+    shutil.rmtree(path)
+
+
+def install(what: str, argv: list[str]) -> None:
+    """Run an installer; skip where it cannot."""
+    if shutil.which(argv[0]) is None:
+        pytest.skip(f"{what} need {argv[0]}")
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=500)
+    if done.returncode:
+        pytest.skip(f"{what} cannot be installed here: {done.stderr[-300:]}")
+
+
+@pytest.fixture(scope="module")
+def npm_programs(folder: Path) -> Path:
+    programs = folder / "node_modules/.bin"
+    if not programs.exists():
+        install("Claude Code, Codex and OpenCode", ["npm", "install", "--prefix", str(folder), *NPM])
+    return programs
+
+
+@pytest.fixture(scope="module")
+def pip_programs(folder: Path) -> Path:
+    programs = folder / "venv/bin"
+    if not (programs / "mini").exists():
+        install("mini-swe-agent's environments", [sys.executable, "-m", "venv", str(folder / "venv")])
+        install("mini-swe-agent", [str(programs / "python"), "-m", "pip", "install", "-q", PIP])
+    return programs
+
+
+def call(name: str, **arguments: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call><|im_end|>"
+
+
+async def work(name: str, url: str, key: str, memory_mb: int) -> tuple[int, str, str]:
+    """(exit code, the file that the model's command writes, the program's output)"""
+    harness = make_harness(name)
+    access = GatewayAccess(url, key)
+    async with LocalSandbox(memory_mb=memory_mb, gateway=access, show=harness.shown_paths()) as sandbox:
+        await harness.install_cli(sandbox)
+        task: dict[str, Any] = {"session_id": key, "adapter_url": access.inside_url, "time_budget_sec": 120}
+        code = await harness.run(sandbox, workdir="/workspace", prompt="Write 12 * 12 to answer.txt.", **task)
+        _, answer, _ = await sandbox.exec("cat answer.txt")
+        return code, answer, await sandbox.read_file("/workspace/.harness/trajectory.jsonl")
+
+
+def check(
+    name: str, kind: type[BaseAdapter], texts: list[str], *, streams: bool, memory_mb: int = 1024
+) -> ScriptedEngine:
+    """Have the program work; return the engine that it asked."""
+    tokenizer = family_tokenizer("qwen3")
+    engine = ScriptedEngine(tokenizer, texts)
+    types: list[str] = []
+
+    async def keep_type(_: Any, response: Any) -> None:
+        types.append(response.headers.get("Content-Type", ""))
+
+    with served(engine.app) as engine_url:
+        parsers = {"tool_parser": "qwen25", "reasoning_parser": "qwen3"}
+        adapter = kind(tokenizer=tokenizer, sglang_url=engine_url, **parsers)
+        adapter.app.on_response_prepare.append(keep_type)
+        with served(adapter.app, handler_cancellation=True) as url:
+            key = adapter.open_session()
+            code, answer, output = asyncio.run(work(name, url, key, memory_mb))
+            assert (code, answer) == (0, "144\n"), output[-3000:]
+            samples = finish(adapter, key)
+    [sample] = samples
+    assert (sample.metadata["agent"]["turns"], sample.metadata["agent"]["breaks"]) == (2, 0)
+    assert sum(sample.loss_mask or []) == sum(map(len, engine.outputs)) and len(engine.requests) == 2
+    assert "144" in tokenizer.decode(engine.requests[1]["input_ids"]).rpartition(texts[0])[2]
+    assert any("event-stream" in kind_ for kind_ in types) == streams
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "tool", "argument", "memory_mb"),
+    [
+        ("claude_code", AnthropicAdapter, "Bash", "command", 1024),
+        ("codex", OpenAIAdapter, "exec_command", "cmd", 512),
+        ("opencode", OpenAIAdapter, "bash", "command", 1024),
+    ],
+)
+def test_a_program_of_npm_changes_a_file_and_its_conversation_is_one_sample(
+    name: str,
+    kind: type[BaseAdapter],
+    tool: str,
+    argument: str,
+    memory_mb: int,
+    npm_programs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", f"{npm_programs}:{os.environ['PATH']}")
+    texts = [call(tool, **{argument: WRITE, "description": "compute"}), "The answer is 144.<|im_end|>"]
+    check(name, kind, texts, streams=True, memory_mb=memory_mb)
+
+
+def test_claude_code_fits_a_small_model_with_one_tool(npm_programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{npm_programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLIME_AGENT_CC_EXTRA_ARGS", SMALL)
+    texts = [call("Bash", command=WRITE), "The answer is 144.<|im_end|>"]
+    engine = check("claude_code", AnthropicAdapter, texts, streams=True)
+    assert len(engine.requests[0]["input_ids"]) < 2500
+
+
+def test_mini_swe_agent_changes_a_file_and_its_conversation_is_one_sample(
+    pip_programs: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin/mini").unlink(missing_ok=True)
+    (folder / "bin/mini").symlink_to(pip_programs / "mini")  # and not the environment's python
+    monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
+    texts = [call("bash", command=WRITE), call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")]
+    check("mini_swe_agent", OpenAIAdapter, texts, streams=False, memory_mb=512)
