@@ -33,7 +33,7 @@ def compute_approx_kl(
     """KL of each token, shape of the inputs; with lr = log_probs - log_probs_base:
 
     k1 = lr (unbiased, may be negative); k2 = mse = lr^2 / 2; k3 = exp(-lr) - 1 + lr (unbiased, never negative) with lr
-    clamped to [-20, 20]; low_var_kl = k3 clamped to [-10, 10]; abs = |lr|.
+    clamped to [-20, 20]; low_var_kl = k3 clamped to [-10, 10]; abs = `|lr|`.
 
     Args:
         log_probs: of the policy.
@@ -68,7 +68,7 @@ def compute_approx_kl(
 class KlController:
     """The weight of the KL in the rewards: fixed, or steered to a target (Ziegler et al., arXiv 1909.08593).
 
-    Adaptive: coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon. Its state is `coef`.
+    Adaptive: `coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon`. Its state is `coef`.
     """
 
     coef: float

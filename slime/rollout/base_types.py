@@ -218,7 +218,7 @@ class MegatronInit(Protocol):
 class BeforeLogProb(Protocol):
     """--custom-megatron-before-log-prob-hook-path: prepare the model for a forward-only pass.
 
-    Called: before each forward-only pass, on every rank; `store_prefix` is "" or "ref_".
+    Called: before each forward-only pass, on every rank; `store_prefix` is `""` or `"ref_"`.
     Returns: nothing.
     """
 

@@ -77,8 +77,8 @@ def compute_score(
             before the last of them. Only read with `strict_box_verify`.
 
     Returns:
-        `{"score": 1.0 or -1.0, "acc": bool, "pred": str}`; pred is "[INVALID]" without such a line, and None without
-        a box under `strict_box_verify`.
+        A dict `{"score": 1.0 or -1.0, "acc": bool, "pred": str}`; pred is "[INVALID]" without such a line, and None
+        without a box under `strict_box_verify`.
 
     Raises:
         ValueError: the label is no whole number, or `pause_tokens_index` has another length.

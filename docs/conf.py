@@ -1,0 +1,53 @@
+"""Settings of the documentation's site; `bash scripts/docs.sh` builds it.
+
+The source folder is the repository, so that pages link to examples and to code as they do where Markdown is shown.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+project = "slime"
+author = "the slime authors"
+copyright = author  # noqa: A001  (Sphinx's name)
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+root_doc = "docs/index"
+include_patterns = ["docs/**", "README.md", "CONTRIBUTING.md", "benchmarks/*.md", "examples/**/*.md", "tests/gpu/*.md"]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["docs/images/**", "docs/grafana/**"]
+
+myst_heading_anchors = 4
+myst_enable_extensions = ["dollarmath", "colon_fence"]
+suppress_warnings = ["myst.header"]
+napoleon_google_docstring = True
+
+html_theme = "furo"
+html_title = "slime"
+html_static_path: list[str] = []
+html_show_sphinx = False
+autodoc_typehints = "description"
+autodoc_member_order = "bysource"
+
+
+_attributes: dict[str, list[str]] = {}
+
+
+def _markdown_docstring(_app: Any, what: str, name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
+    """Docstrings mark code as Markdown does, and those of hooks have fields; before napoleon reads their sections."""
+    for i, line in enumerate(lines):
+        coded = re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", line)
+        lines[i] = re.sub(r"^(Called|Returns): ", r":\1: ", coded)
+    if what in ("attribute", "data", "property"):
+        _attributes[name] = list(lines)
+
+
+def _whole_sentences(_app: Any, _what: str, name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
+    """Of an attribute's docstring napoleon takes what is before a colon for its type; ours are sentences."""
+    lines[:] = _attributes.pop(name, lines)
+
+
+def setup(app: Any) -> None:
+    """Sphinx calls it."""
+    app.connect("autodoc-process-docstring", _markdown_docstring, priority=1)
+    app.connect("autodoc-process-docstring", _whole_sentences, priority=999)
