@@ -71,7 +71,11 @@ setup(
     # The root itself is the source folder, so that an editable install also finds tools and examples by dotted path.
     package_dir={"": "."},
     packages=find_packages(include=["slime", "slime.*", "slime_plugins", "slime_plugins.*"]),
-    package_data={"slime": ["py.typed"], "slime.dashboard": ["static/*", "static/*/*", "static/*/*/*"]},
+    package_data={
+        "slime": ["py.typed"],
+        "slime.dashboard": ["static/*", "static/*/*", "static/*/*/*"],
+        "slime_plugins.environments": ["requirements/*.txt"],
+    },
     entry_points={"console_scripts": ["slime = slime.cli:main"]},
     install_requires=BASE,
     extras_require={

@@ -123,6 +123,13 @@ ALLOWED: dict[tuple[str, str, str], str] = {
     ): "for a helper that writes two files",
     ("slime/processes/registry.py", "_Spawner.call", "result.result"): "of a thread that calls Popen and nothing else",
     ("slime/processes/registry.py", "_Spawner._run", "self._jobs.get"): "that thread: nobody waits for it",
+    (
+        "slime_plugins/environments/frameworks.py",
+        "Verifiers._serve.serve",
+        "asyncio.Event().wait",
+    ): "nobody waits for it",
+    ("slime_plugins/environments/process.py", "Environments.place", "self._places.wait"): BOUNDED,
+    ("slime_plugins/environments/server.py", "Worker._run", "self._jobs.get"): "nobody waits for that thread",
     ("slime_plugins/rollout_buffer/generators/base_generator.py", "BaseGenerator._run", "self._stopped.wait"): BOUNDED,
     ("slime_plugins/rollout_buffer/generators/base_generator.py", "BaseGenerator._run", "asyncio.wait"): BOUNDED,
     ("slime_plugins/rollout_buffer/generators/base_generator.py", "BaseGenerator._run", "work.result"): FINISHED,
