@@ -28,14 +28,24 @@ from weakref import WeakKeyDictionary
 from slime.config.args import Args
 from slime.rollout.sampling.generation import GenerateState
 from slime.rollout.sampling.generation import generate as generate_once
-from slime.rollout.tool_calls import EnvError, ToolError, call_tool, parse_tool_calls, tool_names
+from slime.rollout.tool_calls import EnvError, ToolCall, ToolError, call_tool, parse_tool_calls, tool_names
 from slime.utils.errors import UsageError
 from slime.utils.mask_utils import TurnMarkers, find_turn_markers
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import encode_text, render_chat
 from slime.utils.types import Sample
 
-__all__ = ["EnvError", "ToolError", "count_drift", "final_answer", "generate", "generate_turns", "next_turn_tokens"]
+__all__ = [
+    "Conversation",
+    "EnvError",
+    "ToolError",
+    "converse",
+    "count_drift",
+    "final_answer",
+    "generate",
+    "generate_turns",
+    "next_turn_tokens",
+]
 
 logger = logging.getLogger(__name__)
 DEFAULT_MAX_TURNS = 8
@@ -61,7 +71,12 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], 
     Raises:
         UsageError: the prompt is no message list, or the tool function is not named.
     """
-    conversation = Conversation(args, sample)
+    return await converse(Conversation(args, sample), sampling_params, evaluation)
+
+
+async def converse(conversation: Conversation, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+    """`generate` for a conversation of a class of one's own, whose `calls` finds tool calls of another form."""
+    sample, args = conversation.sample, conversation.args
     conversation.begin()
     while True:
         text = await conversation.write_turn(sampling_params, evaluation)
@@ -186,13 +201,17 @@ class Conversation:
             metadata["messages"] = [*self.messages, {"role": "assistant", "content": text}]
         return text
 
+    def calls(self, text: str) -> list[ToolCall]:
+        """The tool calls of a turn, in order."""
+        return parse_tool_calls(text)
+
     async def use_tools(self, text: str) -> list[Message]:
         """Make the calls of a turn, one after the other.
 
         Returns:
             the messages of the tools; none where the turn calls nothing, or the environment failed.
         """
-        calls = parse_tool_calls(text)
+        calls = self.calls(text)
         if not calls:
             return []
         known, function, timeout_s = tool_names(self.tools), tool_function(self.args), tool_timeout_s(self.args)

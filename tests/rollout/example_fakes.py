@@ -19,13 +19,20 @@ from tests.unit.rollout_fakes import rollout_args
 from tests.unit.script_fakes import ROOT
 
 
-def load_example(folder: str, name: str) -> ModuleType:
-    """A module of `examples/<folder>`, with that folder first on sys.path."""
+def load_example(folder: str, name: str, *, own_name: str = "") -> ModuleType:
+    """A module of `examples/<folder>`, with that folder first on sys.path.
+
+    Args:
+        own_name: what it is called in sys.modules afterwards, where another example has a module of the same name.
+    """
     sys.path.insert(0, str(ROOT / "examples" / folder))
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     finally:
         sys.path.pop(0)
+    if own_name:
+        sys.modules[own_name] = sys.modules.pop(name)
+    return module
 
 
 def play(

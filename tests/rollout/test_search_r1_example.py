@@ -25,7 +25,7 @@ FOLDER = "search-r1"
 gen = load_example(FOLDER, "generate_with_search")
 em = load_example(FOLDER, "qa_em_format")
 google = load_example(FOLDER, "google_search_server")
-data = load_example(FOLDER, "make_data")
+data = load_example(FOLDER, "make_data", own_name="search_r1_make_data")
 server = load_example(f"{FOLDER}/local_dense_retriever", "retrieval_server")
 Status = Sample.Status
 CORPUS = [
