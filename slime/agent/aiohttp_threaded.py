@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from slime.utils.async_utils import cancel_all
 from slime.utils.http_utils import close_http_client
 
 _SLOW_S = 120.0
+_KEY = re.compile(r"^/s/[^/]+")  # a session's key is a secret
 _CLEANUP_S = 10.0
 _JOIN_S = 5.0
 
@@ -26,7 +28,8 @@ class FilteredAccessLogger(AbstractAccessLogger):
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         """Log one request that took `time` seconds."""
         if request.method != "HEAD" and (response.status != 200 or time > _SLOW_S):
-            self.logger.info("%s %s: %d in %.1f s", request.method, request.path, response.status, time)
+            path = _KEY.sub("/s/...", request.path)
+            self.logger.info("%s %s: %d in %.1f s", request.method, path, response.status, time)
 
 
 @dataclass

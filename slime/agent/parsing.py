@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.agent.history import has_template
 from slime.backends.sglang_utils.cpu_standins import install as install_cpu_standins
-from slime.rollout.multi_turn import turn_content
+from slime.rollout.multi_turn import turn_content, turn_markers
 from slime.utils.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,17 @@ def written_text(tokenizer: Any, ids: list[int]) -> str:
         except ValueError:  # the template marks no turns
             logger.debug("the chat template marks no turns")
     return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def begins_thought(tokenizer: Any) -> bool:
+    """Return whether the generation prompt opens a thought, which the model has to end."""
+    if not has_template(tokenizer):
+        return False
+    try:
+        prefill = turn_markers(tokenizer).prefill
+    except ValueError:  # the template marks no turns
+        return False
+    return "<think>" in prefill and _THOUGHT_END not in prefill
 
 
 def parse_model_output(
@@ -161,6 +172,50 @@ def _lost_calls(text: str, parser: Any, num_found: int) -> list[str]:
         return []
     written = re.findall(rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)", text, re.DOTALL)
     return [call for call in written if not parser.detector.detect_and_parse(call, parser.tools).calls]
+
+
+_JSON_RULES = r"""
+object ::= "{" ws (pair (ws "," ws pair)*)? ws "}"
+pair ::= string ws ":" ws value
+value ::= object | array | string | number | "true" | "false" | "null"
+array ::= "[" ws (value (ws "," ws value)*)? ws "]"
+string ::= "\"" ([^"\\\x00-\x1f] | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F] [0-9a-fA-F] [0-9a-fA-F] [0-9a-fA-F]))* "\""
+number ::= "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [+-]? [0-9]+)?
+ws ::= " "?
+"""
+
+
+def call_grammar(tools_schema: list[dict[str, Any]], name: str | None, *, begun_thought: bool = False) -> str:
+    """The EBNF of exactly one call of one of the tools, as a model writes it for SGLang's parser `name`.
+
+    An `ebnf` is what passes the router: it drops structural tags from the bodies of /generate.
+
+    Args:
+        begun_thought: the generation prompt has opened a thought, which is ended first.
+
+    Raises:
+        UsageError: there is no such form: no parser, or one whose calls hold no JSON.
+    """
+    calls = [] if name is None else [_call_ends(tool, name) for tool in tools_schema]
+    if not all(calls) or not calls:
+        raise UsageError(f"tool calls cannot be forced: the tool call parser {name!r} has no JSON form for a grammar")
+    quoted = [[json.dumps(end, ensure_ascii=False) for end in ends] for ends in calls if ends]
+    forms = [" object ".join(ends) for ends in quoted]
+    thought = r'([^<] | "<" [^/])* "</think>" "\n"* ' if begun_thought else ""
+    return f"root ::= {thought}({' | '.join(forms)})" + _JSON_RULES
+
+
+def _call_ends(tool: dict[str, Any], name: str) -> tuple[str, str] | None:
+    """What surrounds the arguments of a call; None where the parser does not read such a call back."""
+    parser = _function_call_parser(json.dumps([tool]), name)
+    function = tool["function"]["name"]
+    try:
+        info = parser.detector.structure_info()(function)
+        calls = parser.detector.detect_and_parse(info.begin + '{"x": 1}' + info.end, parser.tools).calls
+        found = [(call.name, json.loads(call.parameters)) for call in calls]
+    except (NotImplementedError, *_PARSER_ERRORS):
+        return None
+    return (info.begin, info.end) if found == [(function, {"x": 1})] else None
 
 
 def parse_xml_tool_uses(text: str, tools_schema: list[dict[str, Any]] | None) -> tuple[str, list[ToolUse]]:

@@ -16,13 +16,17 @@ import os.path
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
 DEFAULT_FORK_THRESHOLD_TOKENS = 1024
 Message = dict[str, Any]
+_EXPERT_KEYS = ("routed_experts", "routed_experts_start_len")
 _STATUS = {"length": Sample.Status.TRUNCATED, "abort": Sample.Status.ABORTED}
 
 
@@ -37,6 +41,8 @@ class TurnRecord:
         output_log_probs: one per output id, or empty.
         ill_formed: the output holds a tool call that could not be read.
         meta_info: the engine's own, for weight versions, cache counters and top-p ids; None where there is none.
+        parts: the engine's calls, where it aborted the turn and went on with it later; else empty.
+        is_forced: a grammar chose tokens, so the turn is context and not trained.
     """
 
     prompt_ids: list[int]
@@ -45,6 +51,8 @@ class TurnRecord:
     output_log_probs: list[float] = field(default_factory=list)
     ill_formed: bool = False
     meta_info: dict[str, Any] | None = None
+    parts: tuple[TurnRecord, ...] = ()
+    is_forced: bool = False
 
 
 @dataclass(eq=False)
@@ -211,6 +219,7 @@ class TrajectoryManager:
         reward: float | dict[str, Any] | None = 0.0,
         extra_metadata: dict[str, Any] | None = None,
         max_sample_tokens: int = 0,
+        args: Args | None = None,
     ) -> list[Sample]:
         """Turn a session into samples, and forget it.
 
@@ -220,6 +229,7 @@ class TrajectoryManager:
             reward: every sample gets it in full.
             extra_metadata: added to every sample's metadata.
             max_sample_tokens: samples are cut to this length; 0 is no limit.
+            args: the run's, which give routed experts their shape; without them they are dropped.
 
         Returns:
             Samples in the order of the leaves; none for an unknown session, and none that has no trained token. In
@@ -233,7 +243,7 @@ class TrajectoryManager:
         lost = 0
         for number, leaf in enumerate(root.leaves() if root else ()):
             for part, builder in enumerate(self._pack(leaf.path_from_root(), counted)):
-                sample = builder.sample(base_sample, max_sample_tokens=max_sample_tokens)
+                sample = builder.sample(base_sample, max_sample_tokens=max_sample_tokens, args=args)
                 if not any(sample.loss_mask or ()):
                     lost += builder.masked_tokens
                     continue
@@ -310,11 +320,14 @@ class _Builder:
         self.last_start = len(self.tokens)
         self.tokens += turn.output_ids
         if turn.output_ids and not node.response_trained:
-            self.trained.append((self.last_start, len(self.tokens), turn))
+            if turn.is_forced:
+                self.masked_tokens += len(turn.output_ids)
+            else:
+                self.trained.append((self.last_start, len(self.tokens), turn))
         node.response_trained = True
         self.nodes.append(node)
 
-    def sample(self, base: Sample, *, max_sample_tokens: int) -> Sample:
+    def sample(self, base: Sample, *, max_sample_tokens: int, args: Args | None) -> Sample:
         """Build the sample, cut to a length (0 = whole)."""
         sample = Sample(
             index=base.index,
@@ -327,10 +340,16 @@ class _Builder:
         position = self.prompt_length
         for start, end, turn in self.trained:
             sample.append_response_tokens(tokens=self.tokens[position:start], trainable=False)
-            log_probs = turn.output_log_probs or [0.0] * (end - start)
-            sample.append_response_tokens(tokens=turn.output_ids, log_probs=log_probs, meta_info=turn.meta_info)
+            for call in turn.parts or (turn,):
+                log_probs = call.output_log_probs or [0.0] * len(call.output_ids)
+                meta_info = _without_experts(call.meta_info)
+                sample.append_response_tokens(args, tokens=call.output_ids, log_probs=log_probs, meta_info=meta_info)
             position = end
         sample.append_response_tokens(tokens=self.tokens[position:], trainable=False)
+        if args is not None:  # of all tokens: the last call of the engine has read or written them
+            call = self._last_turn.parts[-1] if self._last_turn.parts else self._last_turn
+            experts = {key: value for key, value in (call.meta_info or {}).items() if key in _EXPERT_KEYS}
+            sample.append_response_tokens(args, meta_info=experts)
         sample.status = _STATUS.get(self._last_turn.finish_reason, Sample.Status.COMPLETED)
         if 0 < max_sample_tokens < len(sample.tokens):
             before = sum(sample.loss_mask or ())
@@ -360,6 +379,10 @@ class _Builder:
         }
 
 
+def _without_experts(meta_info: dict[str, Any] | None) -> dict[str, Any]:
+    return {key: value for key, value in (meta_info or {}).items() if key not in _EXPERT_KEYS}
+
+
 def _cut(sample: Sample, length: int) -> None:
     """Cut a sample's tokens, and every list that goes with them."""
     kept = max(sample.response_length - (len(sample.tokens) - length), 0)
@@ -370,4 +393,6 @@ def _cut(sample: Sample, length: int) -> None:
     if sample.rollout_top_p_token_offsets is not None:
         sample.rollout_top_p_token_offsets = sample.rollout_top_p_token_offsets[: kept + 1]
         sample.rollout_top_p_token_ids = sample.rollout_top_p_token_ids[: sample.rollout_top_p_token_offsets[-1]]
+    if sample.rollout_routed_experts is not None:
+        sample.rollout_routed_experts = sample.rollout_routed_experts[: length - 1]
     sample.status = Sample.Status.TRUNCATED

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from slime.agent.adapters import BaseAdapter
 from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.agent.gateway import Gateway
 from slime.utils.types import Sample
 
 
@@ -46,6 +47,8 @@ class ScriptedEngine:
         self.outputs: list[list[int]] = []
         self.aborted: list[str] = []
         self.failures: list[tuple[int, str]] = []
+        self.finishes: list[str] = []
+        self.meta: dict[str, Any] = {}
         self.app = web.Application(client_max_size=2**26)
         self.app.router.add_post("/generate", self._generate)
         self.app.router.add_post("/abort_request", self._abort)
@@ -61,9 +64,10 @@ class ScriptedEngine:
         text = self.texts.pop(0)
         ids = self.tokenizer.encode(text) if plain else self.tokenizer.encode(text, add_special_tokens=False)
         self.outputs.append(ids)
+        finish = self.finishes.pop(0) if self.finishes else self.finish
         pairs = [[-(i + 1) / 8, token, None] for i, token in enumerate(ids)]
         return web.json_response(
-            {"meta_info": {"output_token_logprobs": pairs, "finish_reason": {"type": self.finish}}}
+            {"meta_info": {**self.meta, "output_token_logprobs": pairs, "finish_reason": {"type": finish}}}
         )
 
     async def _abort(self, request: web.Request) -> web.Response:
@@ -101,7 +105,22 @@ def serving(
             yield adapter, url, engine
 
 
-def finish(adapter: BaseAdapter, sid: str = "s", **kwargs: Any) -> list[Sample]:
+@contextlib.contextmanager
+def gateway(
+    texts: list[str], *, tokenizer: Any = None, finish: str = "stop", delay_s: float = 0.0, **kwargs: Any
+) -> Iterator[tuple[Gateway, ScriptedEngine]]:
+    """(a gateway that serves, the engine that it asks)"""
+    tokenizer = tokenizer or FakeTokenizer()
+    engine = ScriptedEngine(tokenizer, texts, finish=finish, delay_s=delay_s)
+    with served(engine.app) as engine_url:
+        server = Gateway(tokenizer=tokenizer, sglang_url=engine_url, **kwargs).start()
+        try:
+            yield server, engine
+        finally:
+            server.stop()
+
+
+def finish(adapter: BaseAdapter | Gateway, sid: str = "s", **kwargs: Any) -> list[Sample]:
     """Samples of a session; asked for from another event loop than the server's."""
     return asyncio.run(adapter.finish_session(sid, base_sample=Sample(index=0), **kwargs))
 

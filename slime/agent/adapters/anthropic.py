@@ -13,7 +13,7 @@ from slime.agent.adapters.session import DEFAULT_SID, Reply, Session
 from slime.agent.adapters.wire import (
     BadRequest,
     Event,
-    error_response,
+    Refused,
     flatten_content,
     header,
     manager_finish_reason,
@@ -147,7 +147,7 @@ class AnthropicAdapter(BaseAdapter):
         return _request_session_id(request)
 
     def _preprocess_body(self, body: dict[str, Any]) -> None:
-        _fold_mid_list_system_into_user(body, keeps_history=self.appends)
+        _fold_mid_list_system_into_user(body, keeps_history=self.sessions.appends)
 
     def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
         messages = _translate_messages(body.get("messages"), body.get("system"))
@@ -159,9 +159,12 @@ class AnthropicAdapter(BaseAdapter):
             body = await self._read_body(request)
             known = self.store.get(self._session_id(request, body)) or Session()
             prompt = await self.make_prompt(known, *self._translate(body))
-        except ValueError as error:
-            return error_response(400, "invalid_request_error", str(error))
+        except Refused as error:
+            return error.response()
         return web.json_response({"input_tokens": len(prompt.ids)})
+
+    def _too_long(self, num_tokens: int, limit: int) -> Refused:
+        return BadRequest(f"prompt is too long: {num_tokens} tokens > {limit} maximum")  # clients look for these words
 
     def _build_reply(self, parsed: ParsedModelOutput, raw_finish: str, messages: list[Message], tools: Any) -> Reply:
         kept: Message = {"role": "assistant", "content": parsed.text}

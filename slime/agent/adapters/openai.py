@@ -14,6 +14,7 @@ from slime.agent.adapters.session import DEFAULT_SID, Reply
 from slime.agent.adapters.wire import (
     BadRequest,
     Event,
+    Refused,
     flatten_content,
     manager_finish_reason,
     new_id,
@@ -103,6 +104,11 @@ class OpenAIAdapter(BaseAdapter):
     def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
         messages = _translate_input(body) if _is_responses(body) else _translate_messages(body.get("messages"))
         return messages, _tools_to_chat_tools(body.get("tools"))
+
+    def _too_long(self, num_tokens: int, limit: int) -> Refused:
+        message = f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
+        message += f"{num_tokens} tokens. Please reduce the length of the messages."
+        return BadRequest(message, code="context_length_exceeded", param="messages")
 
     def _build_reply(self, parsed: ParsedModelOutput, raw_finish: str, messages: list[Message], tools: Any) -> Reply:
         kept: Message = {"role": "assistant", "content": parsed.text}

@@ -1,4 +1,4 @@
-"""A session of an agent: its sampling parameters, its history, and its calls of the engine."""
+"""A session of an agent: its sampling parameters, its budget, its history, and its calls of the engine."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from slime.agent.adapters.wire import BadRequest
-from slime.agent.history import History
+from slime.agent.adapters.wire import BadRequest, Refused, tool_choice
+from slime.agent.history import History, Prompt
+from slime.agent.parsing import begins_thought, call_grammar
 from slime.agent.trajectory import TurnRecord
 from slime.processes.progress_counts import went_on
 from slime.rollout.sampling.engine_request import AFFINITY_HEADER, tokens_of
-from slime.utils.errors import HttpError
+from slime.utils.errors import HttpError, UsageError
 from slime.utils.http_utils import post
 
 if TYPE_CHECKING:
     from slime.agent.adapters.common import BaseAdapter
 
 DEFAULT_SID = "default"
+_GRAMMARS = ("regex", "ebnf", "json_schema", "structural_tag")
 _ABORT_TIMEOUT_S = 5.0
 
 _BASE: dict[str, Any] = {
@@ -33,8 +35,23 @@ _BASE: dict[str, Any] = {
 }
 _CLIENT_KEYS = ("temperature", "top_p", "top_k")
 # They would change what is sampled, and the trainer would not know.
-_UNUSED_KEYS = ("presence_penalty", "frequency_penalty", "logit_bias", "seed", "response_format", "tool_choice")
+_UNUSED_KEYS = ("presence_penalty", "frequency_penalty", "logit_bias", "seed", "response_format", "logprobs")
 _NEUTRAL: tuple[Any, ...] = (None, 0, {}, "auto", "none", {"type": "auto"}, {"type": "none"}, {"type": "text"})
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a session may use up; None is no limit.
+
+    Attributes:
+        turns: answers of the engine.
+        tokens: generated tokens in all. Turns that run at once are each held to what is left when they begin.
+        seconds: of wall time since the session was opened.
+    """
+
+    turns: int | None = None
+    tokens: int | None = None
+    seconds: float | None = None
 
 
 @dataclass
@@ -48,6 +65,10 @@ class Session:
         num_turns: requests so far.
         ignored: fields of requests without effect, and how often they came.
         lock: held while an answer is written and recorded, and for a moment by the request that follows it.
+        budget: what the gateway allows.
+        evaluation: its samples are not trained on.
+        num_tokens: generated so far.
+        end_reason: what last refused or failed a turn, one of `slime.utils.types.END_REASONS`; an answer resets it.
     """
 
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
@@ -58,6 +79,26 @@ class Session:
     history: History = field(default_factory=History)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     used_at: float = field(default_factory=time.monotonic)
+    opened_at: float = field(default_factory=time.monotonic)
+    budget: Budget = Budget()
+    evaluation: bool = False
+    num_tokens: int = 0
+    end_reason: str | None = None
+
+    def end(self) -> None:
+        """Called when the session ends, on the server's loop, before its turns are waited for."""
+
+    @property
+    def tokens_left(self) -> float:
+        """Tokens that may still be generated."""
+        return float("inf") if self.budget.tokens is None else self.budget.tokens - self.num_tokens
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the session's wall time is over."""
+        if self.budget.seconds is None:
+            return float("inf")
+        return self.budget.seconds - (time.monotonic() - self.opened_at)
 
 
 @dataclass(frozen=True)
@@ -67,6 +108,67 @@ class Reply:
     manager_message: dict[str, Any]
     finish_reason: str
     wire: Any
+
+
+@dataclass
+class Answer:
+    """A turn that the engine has answered; it is recorded once a client has it."""
+
+    prompt: Prompt
+    tools: Any
+    turn: TurnRecord
+    reply: Reply
+    is_recorded: bool = False
+    identity: bytes = b""
+
+
+@dataclass
+class Pending:
+    """A turn under way, or one whose answer no client has got yet."""
+
+    task: asyncio.Task[Answer]
+    digest: bytes
+    num_waiting: int = 0
+
+
+@dataclass
+class KeyedSession(Session):
+    """A session of the gateway.
+
+    Attributes:
+        route: what the router knows it by; its key is a secret.
+        pending: turns that no client has got, by the identity of their request.
+        sent: the latest of those that were sent, with the digest of their request.
+    """
+
+    route: str = field(default_factory=lambda: uuid.uuid4().hex)
+    pending: dict[bytes, Pending] = field(default_factory=dict)
+    sent: OrderedDict[bytes, tuple[bytes, Answer]] = field(default_factory=OrderedDict)
+
+    def end(self) -> None:
+        """Cancel the turns whose clients have gone; called on the server's loop."""
+        for pending in self.pending.values():
+            if not pending.num_waiting:
+                pending.task.cancel()
+
+    def charge(self) -> None:
+        """Count a turn.
+
+        Raises:
+            Refused: the budget is used up.
+        """
+        if self.budget.turns is not None and self.num_turns >= self.budget.turns:
+            reason, what = "max_turns", f"{self.budget.turns} turns"
+        elif self.tokens_left <= 0:
+            reason, what = "budget", f"{self.budget.tokens} generated tokens"
+        elif self.seconds_left <= 0:
+            reason, what = "budget", f"{self.budget.seconds:g} seconds"
+        else:
+            self.num_turns += 1
+            return
+        self.end_reason = reason
+        message = f"the session has used up its budget of {what}"
+        raise Refused(message, 429, "rate_limit_error", code="budget_exceeded", may_retry=False)
 
 
 def sampling_params(
@@ -96,6 +198,29 @@ def sampling_params(
     return params
 
 
+def forced_call(
+    session: Session, body: dict[str, Any], tools: Any, *, tokenizer: Any, parser: str | None
+) -> dict[str, Any] | None:
+    """The sampling parameters that make a request's tool_choice; None where the model chooses.
+
+    Raises:
+        BadRequest: it cannot be made.
+    """
+    kind, name = tool_choice(body)
+    if kind in ("auto", "none"):
+        return None
+    known = [tool["function"]["name"] for tool in tools or ()]
+    wanted = [tool for tool in tools or () if name in (None, tool["function"]["name"])]
+    if not wanted:
+        raise BadRequest(f"tool_choice: no tool {name or ''!r}; tools has {known}", param="tool_choice")
+    if taken := [key for key in _GRAMMARS if session.sampling_defaults.get(key)]:
+        raise BadRequest(f"tool_choice {kind}: the run's sampling has a {taken[0]} already", param="tool_choice")
+    try:
+        return {"ebnf": call_grammar(wanted, parser, begun_thought=begins_thought(tokenizer))}
+    except UsageError as error:
+        raise BadRequest(f"tool_choice {kind}: {error}", param="tool_choice") from None
+
+
 def _texts(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value or [])
 
@@ -107,6 +232,8 @@ async def call_sglang_generate(
     *,
     adapter: BaseAdapter,
     session_id: str | None = None,
+    constraint: dict[str, Any] | None = None,
+    num_before: int = 0,
 ) -> TurnRecord:
     """Have the engine continue token ids.
 
@@ -116,6 +243,8 @@ async def call_sglang_generate(
         body: the client's request.
         adapter: where the engine is, and what the protocol calls its parameters.
         session_id: keeps the calls of a session on one engine; not sent for "default".
+        constraint: more sampling parameters, such as a grammar.
+        num_before: tokens at the end of the prompt that belong to this turn: the engine aborted it.
 
     Returns:
         The turn; one without output where the prompt leaves no room in the context.
@@ -124,37 +253,45 @@ async def call_sglang_generate(
         HttpError: the engine refused, or did not answer in time.
     """
     keys = {"max_token_keys": adapter.max_token_keys, "stop_keys": adapter.stop_keys}
-    params = sampling_params(session, body, **keys)
-    if session.max_context_tokens > 0:
-        room = session.max_context_tokens - len(prompt_ids)
-        if room <= 0:
-            return TurnRecord(prompt_ids, [], "length")
-        params["max_new_tokens"] = min(params["max_new_tokens"], room)
-    rid = uuid.uuid4().hex
+    params = {**sampling_params(session, body, **keys), **(constraint or {})}
+    if not _fit(params, session, len(prompt_ids), num_before):
+        return TurnRecord(prompt_ids, [], "length")
+    rid, limit_s = uuid.uuid4().hex, min(adapter.engine_timeout_s, max(session.seconds_left, 0.0))
     payload = {"rid": rid, "input_ids": prompt_ids, "sampling_params": params, "return_logprob": True}
     headers = {AFFINITY_HEADER: session_id} if session_id and session_id != DEFAULT_SID else None
     try:
-        async with asyncio.timeout(adapter.engine_timeout_s):
+        async with asyncio.timeout(limit_s):
             answer = await post(f"{adapter.sglang_url}/generate", payload, headers=headers)
     except TimeoutError:
         await _abort(adapter, rid)
-        raise HttpError(f"the engine did not answer within {adapter.engine_timeout_s:g} s") from None
+        raise HttpError(f"the engine did not answer within {limit_s:g} s") from None
     except (asyncio.CancelledError, HttpError) as error:
         if getattr(error, "status", None) is None:  # an engine that has answered has ended the request, too
             await _abort(adapter, rid)
         raise
-    return _turn_of(prompt_ids, answer)
+    return _turn_of(prompt_ids, answer, keeps_experts=adapter.sessions.args is not None)
 
 
-def _turn_of(prompt_ids: list[int], answer: Any) -> TurnRecord:
+def _fit(params: dict[str, Any], session: Session, num_prompt: int, num_before: int) -> bool:
+    """Cut what may be generated to what is left; returns whether anything is."""
+    limit = min(params["max_new_tokens"] - num_before, session.tokens_left)
+    if session.max_context_tokens > 0:
+        limit = min(limit, session.max_context_tokens - num_prompt)
+    params["max_new_tokens"] = limit
+    if params.get("min_new_tokens"):
+        params["min_new_tokens"] = min(max(params["min_new_tokens"] - num_before, 0), limit)
+    return limit > 0
+
+
+def _turn_of(prompt_ids: list[int], answer: Any, *, keeps_experts: bool = False) -> TurnRecord:
     meta_info = answer.get("meta_info") if isinstance(answer, dict) else None
     if not isinstance(meta_info, dict):
         raise HttpError(f"/generate answered {str(answer)[:300]!r}, which has no meta_info")
     output_ids, log_probs = tokens_of(meta_info)
     went_on("tokens", len(output_ids))
     finish = (meta_info.get("finish_reason") or {}).get("type", "stop")
-    # Samples of several turns have no routing replay yet; a part of the routing would be refused when they are made.
-    kept = {name: value for name, value in meta_info.items() if name != "routed_experts"}
+    unused = ("output_token_logprobs",) if keeps_experts else ("output_token_logprobs", "routed_experts")
+    kept = {name: value for name, value in meta_info.items() if name not in unused}
     return TurnRecord(prompt_ids, output_ids, finish, log_probs, meta_info=kept)
 
 
@@ -162,3 +299,12 @@ async def _abort(adapter: BaseAdapter, rid: str) -> None:
     """Tell the engine that nobody waits for a request any more."""
     with contextlib.suppress(HttpError):
         await post(f"{adapter.sglang_url}/abort_request", {"rid": rid}, 0, timeout_s=_ABORT_TIMEOUT_S)
+
+
+def joined(prompt_ids: list[int], parts: list[TurnRecord]) -> TurnRecord:
+    """One turn of the calls that it took."""
+    parts = [part for part in parts if part.output_ids] or parts[-1:]
+    ids = [token for part in parts for token in part.output_ids]
+    log_probs = [value for part in parts for value in part.output_log_probs]
+    last = parts[-1]
+    return TurnRecord(prompt_ids, ids, last.finish_reason, log_probs, meta_info=last.meta_info, parts=tuple(parts))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
+import hashlib
 import json
 import secrets
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 from slime.utils.async_utils import cancel_all
@@ -19,8 +22,44 @@ _IMAGES = ("image", "image_url", "input_image")
 Event = tuple[str | None, Any]
 
 
-class BadRequest(ValueError):
-    """A body that cannot be answered; the client reads the message with status 400."""
+class Refused(ValueError):
+    """A request that is not answered, as its client will read it.
+
+    Args:
+        message: what is wrong.
+        status: of HTTP.
+        kind: the protocols' name of the error ("invalid_request_error").
+        code: OpenAI's own name, which its clients look at.
+        param: the field of the body that is wrong.
+        may_retry: False tells clients that sending it again is useless.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: int,
+        kind: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        may_retry: bool = True,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.may_retry = status, may_retry
+        more = {key: value for key, value in (("code", code), ("param", param)) if value is not None}
+        self.body = {"type": "error", "error": {"type": kind, "message": message, **more}}
+
+    def response(self) -> web.Response:
+        """The error as both protocols have it."""
+        headers = None if self.may_retry else {"x-should-retry": "false"}
+        return web.json_response(self.body, status=self.status, headers=headers)
+
+
+class BadRequest(Refused):
+    """A body that cannot be answered: status 400."""
+
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message, 400, "invalid_request_error", code=code, param=param)
 
 
 def flatten_content(content: Any) -> str:
@@ -89,9 +128,116 @@ def sid_from_body(body: dict[str, Any]) -> str | None:
     return str(named or body.get("user") or "") or None
 
 
-def error_response(status: int, kind: str, message: str) -> web.Response:
-    """An error as both protocols have it."""
-    return web.json_response({"error": {"type": kind, "message": message}}, status=status)
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+_SERVED = (*_TEXTS, "tool_result", "tool_use", "thinking", "redacted_thinking", "refusal")
+
+
+def check_shape(body: dict[str, Any]) -> None:
+    """Check the fields of a request that are read, of all protocols.
+
+    Raises:
+        BadRequest: one has a wrong shape; it is named.
+    """
+    for name in ("messages", "tools"):
+        _check(body.get(name) is None or isinstance(body[name], list), name, body.get(name), "a list")
+    for name in ("temperature", "top_p", "top_k"):
+        value = body.get(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        _check(value is None or is_number, name, value, "a number")
+    for name in ("stop", "stop_sequences"):
+        value = body.get(name)
+        texts = value if isinstance(value, list) else [value]
+        _check(value is None or all(isinstance(text, str) for text in texts), name, value, "a text or a list of texts")
+    _check(body.get("functions") is None, "functions", body.get("functions"), "left out: send tools")
+    for index, tool in enumerate(body.get("tools") or ()):
+        _check(isinstance(tool, dict), f"tools[{index}]", tool, "an object")
+        nested = tool.get("function", {})
+        _check(isinstance(nested, dict), f"tools[{index}].function", nested, "an object")
+    for index, message in enumerate(body.get("messages") or ()):
+        _check_message(f"messages[{index}]", message)
+    items = body.get("input")
+    for index, item in enumerate(items if isinstance(items, list) else ()):
+        name = f"input[{index}]"
+        _check(isinstance(item, dict), name, item, "an object")
+        kind = item.get("type", "message")
+        _check(kind in _ITEMS, f"{name}.type", kind, f"one of {', '.join(_ITEMS)}")
+        if kind == "message":
+            _check_message(name, item)
+
+
+def _check_message(name: str, message: Any) -> None:
+    _check(isinstance(message, dict), name, message, "an object")
+    _check(message.get("role") in _ROLES, f"{name}.role", message.get("role"), f"one of {', '.join(_ROLES)}")
+    content, calls = message.get("content"), message.get("tool_calls")
+    is_content = content is None or isinstance(content, str | list)
+    _check(is_content, f"{name}.content", content, "a text or a list of blocks")
+    for index, block in enumerate(content if isinstance(content, list) else ()):
+        is_typed = isinstance(block, dict) and isinstance(block.get("type"), str)
+        _check(is_typed or isinstance(block, str), f"{name}.content[{index}]", block, "an object with a type")
+        if is_typed and block["type"] == "tool_use":
+            where = f"{name}.content[{index}]"
+            _check(isinstance(block.get("name"), str), f"{where}.name", block.get("name"), "a text")
+            _check(isinstance(block.get("input"), dict), f"{where}.input", block.get("input"), "an object")
+    _check(calls is None or isinstance(calls, list), f"{name}.tool_calls", calls, "a list")
+    for index, call in enumerate(calls or ()):
+        function = call.get("function") if isinstance(call, dict) else None
+        is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
+        _check(is_named, f"{name}.tool_calls[{index}]", call, "an object with function.name")
+
+
+def _check(is_right: bool, name: str, value: Any, wanted: str) -> None:
+    if not is_right:
+        raise BadRequest(f"{name}: {str(value)[:100]!r} must be {wanted}", param=name)
+
+
+def unserved(body: dict[str, Any]) -> set[str]:
+    """What of a well-shaped request no model gets: kinds of content and of tools."""
+    found = {f"tools: {tool['type']}" for tool in body.get("tools") or () if _is_unserved_tool(tool)}
+    items = body["input"] if isinstance(body.get("input"), list) else body.get("messages") or ()
+    for item in items:
+        content = item.get("content")
+        for block in content if isinstance(content, list) else ():
+            if isinstance(block, dict) and block["type"] not in _SERVED:
+                found.add(f"content: {block['type']}")
+    if body.get("parallel_tool_calls") is False:
+        found.add("parallel_tool_calls")
+    return found
+
+
+def _is_unserved_tool(tool: dict[str, Any]) -> bool:
+    return tool.get("type", "function") not in ("function", "custom") or (
+        tool.get("type") == "custom" and "input_schema" not in tool
+    )
+
+
+def tool_choice(body: dict[str, Any]) -> tuple[str, str | None]:
+    """Read what a request says of calls: ("auto", "none", "required" or "tool", the tool's name or None).
+
+    Raises:
+        BadRequest: it says something else.
+    """
+    choice = body.get("tool_choice") or "auto"
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind in ("auto", "none"):
+        return kind, None
+    if kind in ("required", "any"):
+        return "required", None
+    if isinstance(choice, dict) and kind in ("function", "tool"):
+        function = choice.get("function")
+        name = (function if isinstance(function, dict) else choice).get("name")
+        if isinstance(name, str) and name:
+            return "tool", name
+    wanted = "it is none, auto, required or any, or it names a tool"
+    raise BadRequest(f"tool_choice {str(choice)[:200]!r}: {wanted}", param="tool_choice")
+
+
+def model_list(name: str, *, created: int) -> dict[str, Any]:
+    """The one model of a server, with the fields of both protocols."""
+    begun = datetime.datetime.fromtimestamp(created, datetime.UTC).isoformat()
+    openai = {"id": name, "object": "model", "created": created, "owned_by": "slime"}
+    model = {**openai, "type": "model", "display_name": name, "created_at": begun}
+    return {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
 
 
 async def send_events(request: web.Request, events: Iterable[Event]) -> web.StreamResponse:
@@ -134,3 +280,13 @@ async def keep_alive(request: web.Request, interval_s: float) -> AsyncIterator[N
         yield
     finally:
         await cancel_all([task])
+
+
+def digest_of(path: str, body: dict[str, Any]) -> bytes:
+    """What equal requests share; a client may ask for a stream at first, and for a whole answer then."""
+    rest = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
+    try:
+        data = orjson.dumps(rest, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # lone surrogates, huge numbers
+        data = json.dumps(rest, sort_keys=True).encode()
+    return hashlib.blake2b(path.encode() + data, digest_size=16).digest()

@@ -181,6 +181,21 @@ class RolloutFlags:
         at_least=1,
         needs="custom_config_path",
     )
+    agent_history: str = flag(
+        "append",
+        "prompts of an agent's later turns: the session's own tokens and what is new, or the template's rendering of "
+        "the whole conversation",
+        choices=("append", "render"),
+        needs="custom_generate_function_path",
+    )
+    agent_gateway_host: str = flag(
+        "127.0.0.1",
+        "address that the gateway for agents binds; sandboxes on other hosts need one that they reach",
+        needs="custom_generate_function_path",
+    )
+    agent_gateway_port: int = flag(
+        0, "its port; 0 takes a free one", at_least=0, at_most=65535, needs="custom_generate_function_path"
+    )
     max_dynamic_sampling_rounds: int = flag(
         100,
         "give up when the filter, or --on-untrusted-reward drop, has dropped this many batches of groups in a rollout",
