@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess  # nosec B404: it runs what the model asks for; the sandbox contains it
+import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -38,7 +38,7 @@ def run_tool(name: str, arguments: dict[str, Any], options: argparse.Namespace) 
             with open(arguments["path"], "w") as file:
                 file.write(arguments["content"])
             return "written"
-        done = subprocess.run(  # nosec B603 B607
+        done = subprocess.run(
             ["bash", "-c", arguments["command"]],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
