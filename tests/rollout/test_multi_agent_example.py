@@ -1,0 +1,115 @@
+"""examples/multi_agent: each agent has a chat turn and a sample of its own, with the contract's rewards."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from examples.multi_agent.agent_system import SelectorAgent
+from examples.multi_agent.rollout_with_multi_agents import config_of, generate_with_multi_agents
+from slime.config.parse import CommandLine
+from slime.utils.errors import UsageError
+from slime.utils.types import Sample
+from tests.rollout.example_fakes import play, trained_text
+from tests.unit.script_fakes import run_script, script_flags
+
+Status = Sample.Status
+RIGHT, WRONG = "<think>so</think>\\boxed{3}", "<think>hm</think>\\boxed{4}"
+END = "<|im_end|>"
+
+
+def new_sample() -> Sample:
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+2?"}]
+    return Sample(index=7, group_index=2, prompt=prompt, label="3")
+
+
+def run(monkeypatch, replies, *, evaluation=False, **settings):
+    config = {"multi_agent": {"num_parallel": 2, **settings}}
+    flags = {"evaluation": evaluation, "custom": config, "rm_type": "deepscaler", "custom_rm_path": None}
+    return play(monkeypatch, generate_with_multi_agents, new_sample(), replies, **flags)
+
+
+@pytest.mark.parametrize(
+    ("judgment", "chosen"),
+    [("Judgment: 2", 1), ("Judgment: 1", 0), ("Judgment: 3", None), ("the first", None)],
+)
+def test_all_rewards_are_weighted_by_whether_the_choice_was_right(monkeypatch, judgment, chosen):
+    samples, _ = run(monkeypatch, [RIGHT, WRONG, WRONG, RIGHT, judgment])
+    # Which of two agents at a time has which reply is up to the engine.
+    raw = [float("boxed{3}" in part.response) for part in samples[:4]]
+    assert sorted(raw[:2]) == sorted(raw[2:]) == [0, 1]
+    raw.append(0.0 if chosen is None else raw[2 + chosen])
+    weight = 1.2 if raw[4] == 1 else 0.8
+    assert [part.reward for part in samples] == pytest.approx([weight * reward for reward in raw])
+
+
+CUT = ("<think>", "length")
+
+
+@pytest.mark.parametrize(
+    ("replies", "rewards"),
+    [
+        ([RIGHT, RIGHT, CUT, CUT], [0.8, 0.8, 0, 0]),
+        (["a</think></think>b", CUT], [0, 0]),
+        ([RIGHT, CUT, RIGHT, CUT, "Judgment: 1"], [1.2, 0, 1.2, 0, 1.2]),
+    ],
+)
+def test_a_stage_without_a_solution_ends_the_execution(monkeypatch, replies, rewards):
+    samples, model = run(monkeypatch, replies)
+    assert len(samples) == len(model.requests)
+    assert sorted(part.reward for part in samples) == pytest.approx(sorted(rewards))
+
+
+def test_every_agent_has_a_chat_turn_and_a_sample_of_one_execution(monkeypatch):
+    samples, model = run(monkeypatch, [RIGHT, RIGHT, WRONG, WRONG, "Judgment: 1"])
+    assert [part.metadata["role"] for part in samples] == ["solver"] * 2 + ["rewriter"] * 2 + ["selector"]
+    assert {(part.rollout_id, part.group_index, part.index) for part in samples} == {(7, 2, 7)}
+    for part in samples:
+        assert part.prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+2?")
+        assert part.prompt.endswith("<|im_end|>\n<|im_start|>assistant\n")
+        assert part.status is Status.COMPLETED and part.end_reason == "done"
+        assert trained_text(model.tokenizer, part) == part.response
+    assert "Solution 1:\n\\boxed{3}\n\nSolution 2:\n\\boxed{3}" in samples[2].prompt, "no thought, no end marker"
+    assert "Solution 2:\n\\boxed{4}" in samples[4].prompt and "Judgment: IDX" in samples[4].prompt
+
+
+def test_an_evaluation_counts_the_choice_alone_and_without_weights(monkeypatch):
+    samples, _ = run(monkeypatch, [RIGHT, RIGHT, RIGHT, RIGHT, "Judgment: 1"], evaluation=True)
+    assert [part.reward for part in samples] == [1] * 5 and samples[-1].metadata["role"] == "selector"
+
+
+def test_an_execution_that_is_aborted_begins_anew(monkeypatch):
+    (sample,), _ = run(monkeypatch, [RIGHT, RIGHT, ("<think>", "abort"), RIGHT])
+    assert (sample.status, sample.tokens, sample.reward) == (Status.ABORTED, [], None)
+
+
+@pytest.mark.parametrize(
+    ("said", "index"),
+    [
+        ("Judgment: 1", 0),
+        ("Judgment: 1\nno, Judgment: 2", 1),
+        ("Judgment: 0", None),
+        ("Judgment: 3", None),
+        ("1", None),
+    ],
+)
+def test_the_last_judgment_names_a_solution(said, index):
+    assert SelectorAgent.extract_selected_solution_idx(said, ["a", "b"]) == index
+
+
+def test_prompts_can_be_others_and_wrong_settings_are_refused(monkeypatch):
+    samples, _ = run(monkeypatch, [RIGHT, RIGHT, RIGHT, RIGHT, "1"], templates={"selector": "{count}:{solutions}?"})
+    assert "user\n2:Solution 1:" in samples[-1].prompt
+    with pytest.raises(ValueError, match="'parallel'"):
+        config_of(Namespace(multi_agent={"parallel": 1}))
+    with pytest.raises(UsageError, match="--apply-chat-template off"):
+        SelectorAgent(Namespace(), Sample(prompt="1+2?"), {}, False)
+
+
+def test_the_run_for_gpus_has_flags_that_fit_each_other(tmp_path):
+    script = "../examples/multi_agent/run-qwen3-30B-A3B-multi-agent"
+    flags, _ = run_script(tmp_path, script, "--dry-run", SLIME_HOME=str(tmp_path))
+    assert flags[: len(script_flags("qwen3-30B-A3B"))] == script_flags("qwen3-30B-A3B")
+    checked = CommandLine().check(flags)
+    assert (checked.problems.wrong, checked.problems.unsupported, checked.warnings()) == ([], [], [])
