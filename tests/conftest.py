@@ -30,7 +30,7 @@ WITH_THE_SHARED_ENGINE = {
 WITHOUT_A_RUN = {
     f"test_{name}.py"
     for name in (
-        *("bad_http", "fp8_engine", "in_flight_sync", "int4_engine", "plugins", "teacher_server"),
+        *("bad_http", "fp8_engine", "in_flight_sync", "int4_engine", "lora", "plugins", "teacher_server"),
         *("train_step_parity", "trainer", "trainer_memory", "trainer_profile"),
     )
 }

@@ -145,7 +145,11 @@ def checkpoint_dir(path: str) -> Path:
 
 
 def saved_shape(directory: Path, origin: dict[str, Any]) -> dict[str, Any]:
-    """Return the model's numbers as the checkpoint has them, or as the origin's config says where it has none."""
+    """Return the model's numbers as the checkpoint has them, or as the origin's config says where it has none.
+
+    Raises:
+        UsageError: neither has them, or the checkpoint holds no model.
+    """
     from slime.checkpoints.paths import MODEL_SHAPE_FILE
     from slime.conversion.reader import read_config_file
     from slime.models.hf_config import model_args_from_hf
@@ -153,6 +157,11 @@ def saved_shape(directory: Path, origin: dict[str, Any]) -> dict[str, Any]:
 
     file = directory / MODEL_SHAPE_FILE
     saved = read_config_file(file, missing="") if file.is_file() else {}
+    if "lora" in saved:
+        raise UsageError(
+            f"{directory} holds LoRA adapters alone (its adapter/ is a PEFT directory); --save-hf of their run writes "
+            "merged models."
+        )
     if saved:
         return saved
     if not origin:

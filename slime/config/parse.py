@@ -37,6 +37,7 @@ from slime.config.megatron.arguments import (
     teacher_problems,
     without_deepep,
 )
+from slime.config.megatron.lora_plan import lora_problems
 from slime.config.other_names import OLDER_NAMES, here, with_current_names
 from slime.config.parser import Parser, add_flags, defaults_of, explicit_flags, group_title
 from slime.config.problems import NoEffect, Problems, collected, read_file, without_repeats
@@ -354,6 +355,7 @@ def _check_trainers(
             _settle_critic(args, of_actor, of_critic)
         problems.extend(of_critic.beside(problems, f"{ROLES_FLAG}, the critic's entry"))
     problems.wrong += teacher_problems(args)
+    problems.wrong += lora_problems(args)
     problems.extend(kernel_problems(args, hf_config))
 
 

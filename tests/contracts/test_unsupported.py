@@ -18,7 +18,6 @@ TOPICS = {
     "several GPUs",
     "model families",
     "fault tolerance",
-    "LoRA",
     "dashboard",
 }
 

@@ -27,8 +27,9 @@ from slime.backends.megatron_utils.checkpoint.iterations import (
 )
 from slime.backends.megatron_utils.data import Packing
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+from slime.backends.megatron_utils.layers.lora import ADAPTER_DIR, save_adapter
 from slime.backends.megatron_utils.layers.value_head import is_value_model
-from slime.backends.megatron_utils.model.model_weights import named_tensors
+from slime.backends.megatron_utils.model.model_weights import is_of_adapter, named_tensors
 from slime.backends.megatron_utils.model.setup import TrainState, setup_model_and_optimizer
 from slime.backends.megatron_utils.optimizer.optimizer_state import make_moments, reset_optimizer_states
 from slime.backends.megatron_utils.passes.forward import compute_log_probs, compute_values
@@ -39,6 +40,7 @@ from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finis
 from slime.checkpoints.paths import classify_checkpoint
 from slime.config.args import Args
 from slime.config.megatron.arguments import model_shape
+from slime.config.megatron.lora_plan import base_of, saved_plan
 from slime.training.backend import Backend, CheckpointSource, Layout
 from slime.training.micro_batches import MicroBatches
 from slime.training.trainer import CriticTrainer, Trainer
@@ -122,13 +124,15 @@ class MegatronBackend(Backend):
     # ---- weights
 
     def load(self, source: CheckpointSource) -> int | None:
-        state, iteration = self.state, None
+        args, state, iteration = self.args, self.state, None
+        if args.lora_rank is not None and saved_plan(source.path, source.step) is not None:
+            self.load(CheckpointSource(base_of(args), args.ref_ckpt_step, False, False))
         if classify_checkpoint(source.path) == "megatron":
             iteration = load_checkpoint(
                 source, model=state.model, optimizer=state.optimizer, scheduler=state.scheduler
             )
         else:
-            load_hf_weights(self.args, state.model, source.path)
+            load_hf_weights(args, state.model, source.path)
             state.optimizer.reload_model_params()  # its fp32 copies are still those of the initial weights
         logger.info("loaded %s (iteration %s)", source.path, iteration)
         return iteration
@@ -136,7 +140,8 @@ class MegatronBackend(Backend):
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for i, chunk in enumerate(self.state.model):
             for name, tensor in named_tensors(chunk):
-                yield f"{i}.{name}", tensor.data
+                if self.args.lora_rank is None or is_of_adapter(name):  # the base under adapters never changes
+                    yield f"{i}.{name}", tensor.data
 
     def save_weights(self, directory: Path) -> None:
         save_weights(directory, self.state.model)
@@ -219,6 +224,12 @@ class MegatronBackend(Backend):
 
     def begin_save(self, rollout_id: int, *, write_more: Callable[[Path], None]) -> UnfinishedCheckpoint:
         args, state = self.args, self.state
+
+        def write_all(directory: Path) -> None:
+            write_more(directory)
+            if args.lora_rank is not None:
+                save_adapter(args, state.model, directory / ADAPTER_DIR)
+
         return begin_checkpoint(
             needed(args.save),
             rollout_id,
@@ -227,7 +238,7 @@ class MegatronBackend(Backend):
             scheduler=state.scheduler,
             contents=args.checkpoint_contents,
             model_shape=model_shape(args),
-            write_more=write_more,
+            write_more=write_all,
             in_background=args.async_save,
         )
 

@@ -334,8 +334,16 @@ class ModelPartFlags:
     )
     use_routing_replay: bool = flag(False, "replay the expert routing of the old-log-prob pass in training (R2)")
     use_rollout_routing_replay: bool = flag(False, "replay the engine's expert routing in training (R3)")
-    lora_rank: int | None = flag(None, "rank of LoRA adapters to train instead of the weights", later="LoRA")
-    lora_alpha: float | None = flag(None, "scale of the adapters", later="LoRA", needs="lora_rank")
+    lora_rank: int | None = flag(
+        None, "rank of LoRA adapters to train instead of the weights, which stay as they are", at_least=1
+    )
+    lora_alpha: float | None = flag(
+        None, "adapters are multiplied by alpha / rank (default: twice the rank)", needs="lora_rank"
+    )
     lora_target_modules: list[str] | None = flag(
-        None, "modules that get adapters", nargs="+", later="LoRA", needs="lora_rank"
+        None,
+        "projections that get adapters (default all-linear: all of a decoder layer)",
+        nargs="+",
+        choices=("all-linear", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        needs="lora_rank",
     )

@@ -30,6 +30,7 @@ from slime.config.megatron.flag_classes import (
 )
 from slime.config.megatron.kernel_checks import kernel_problems
 from slime.config.megatron.layout_checks import layout_problems
+from slime.config.megatron.lora_plan import LoraPlan
 from slime.config.megatron.model_checks import ATTENTION, EXPERTS, check_indexer_stages
 from slime.config.megatron.parser_flags import add_parser_flags
 from slime.config.megatron.training_checks import (
@@ -265,5 +266,5 @@ def model_differences(args: Args, what: str, path: str, step: int | None) -> lis
 
 def model_shape(args: Args) -> dict[str, Any]:
     """Return the numbers that a checkpoint's model must share with a run that loads it; saved as model_shape.json."""
-    values = vars(args) | model_sizes(args)
-    return {name: values[name] for name in SHAPE_KEYS}
+    values, adapters = vars(args) | model_sizes(args), LoraPlan.of(args)
+    return {name: values[name] for name in SHAPE_KEYS} | ({"lora": adapters.as_json()} if adapters else {})

@@ -32,8 +32,10 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 from slime.backends.megatron_utils.checkpoint.background_save import BackgroundSave
+from slime.backends.megatron_utils.layers.lora import base_checksum, check_base, has_adapters, is_base
 from slime.backends.megatron_utils.layers.value_head import is_of_head, value_head_of
 from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loading
+from slime.backends.megatron_utils.model.model_weights import is_of_adapter
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.optimizer.optimizer_state import make_moments
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather
@@ -180,6 +182,8 @@ def _state_to_save(
     with_optimizer = "optimizer" in contents
     state = _sharded_state(model, optimizer if with_optimizer else None, is_loading=False)
     state |= {"iteration": iteration, "layout": _layout(), "has_rng": "rng" in contents}
+    if has_adapters(model):
+        state["base_checksum"] = base_checksum(model)
     if "rng" in contents:
         state["rng_state"] = _rng_object()
     if scheduler is not None and with_optimizer:
@@ -269,11 +273,13 @@ def load_checkpoint(
     with loading(directory):
         common = dist_checkpointing.load_common_state_dict(str(directory))
     is_resumed = iteration is not None
-    with_optimizer = is_resumed and source.load_optimizer and optimizer is not None and "optimizer" in common
+    of_base = is_base(directory, model)
+    has_state = "optimizer" in common and not of_base
+    with_optimizer = is_resumed and source.load_optimizer and optimizer is not None and has_state
     with_rng = is_resumed and source.load_rng and _has_rng(common) and common.get("layout") == _layout()
     if is_resumed:
         _say_what_is_not_there(directory, common, source)
-    state = _sharded_state(model, optimizer if with_optimizer else None, is_loading=True)
+    state = _sharded_state(model, optimizer if with_optimizer else None, is_loading=True, of_base=of_base)
     if with_optimizer and not _is_all_there(state["optimizer"], directory):
         del state["optimizer"]
         with_optimizer = False
@@ -285,6 +291,8 @@ def load_checkpoint(
         loaded = dist_checkpointing.load(state, str(directory))
     for name, chunk in zip(names, model, strict=True):
         _set_weights(chunk, loaded[name], strict=not (has_fresh_head and chunk is model[-1]))
+    if "base_checksum" in common:
+        check_base(model, common["base_checksum"], directory)
     if with_optimizer:
         optimizer.load_state_dict(loaded["optimizer"])
         if scheduler is not None and "opt_param_scheduler" in loaded:
@@ -343,34 +351,38 @@ def _say_what_is_not_there(directory: Path, common: dict[str, Any], source: Chec
         )
 
 
-def _sharded_state(model: Sequence[torch.nn.Module], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    names = _chunk_names(model)
-    state: dict[str, Any] = {name: _weights_of(chunk) for name, chunk in zip(names, model, strict=True)}
+def _sharded_state(
+    model: Sequence[torch.nn.Module], optimizer: Any, *, is_loading: bool, of_base: bool = False
+) -> dict[str, Any]:
+    chunks = zip(_chunk_names(model), model, strict=True)
+    state: dict[str, Any] = {name: _weights_of(chunk, of_base=of_base) for name, chunk in chunks}
     if optimizer is not None:
         make_moments(optimizer)  # before the first step, so that there is something to save or to load into
         weights = _weights_with_state(model, state)
-        state["optimizer"] = optimizer.sharded_state_dict(
-            weights, is_loading=is_loading, metadata=dict(_OPTIMIZER_FORMAT)
-        )
+        options = {"is_loading": is_loading, "metadata": dict(_OPTIMIZER_FORMAT)}
+        state["optimizer"] = optimizer.sharded_state_dict(weights, **options)
     return state
 
 
-def _weights_of(chunk: torch.nn.Module, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The sharded weights of a chunk.
+def _weights_of(
+    chunk: torch.nn.Module, metadata: dict[str, Any] | None = None, *, of_base: bool = False
+) -> dict[str, Any]:
+    """The sharded weights of a chunk; where it has LoRA adapters theirs alone, or those under them (`of_base`).
 
     What TransformerEngine keeps for 8 bit is empty in 16 bit and stays out, so that a run may go on with either
     implementation.
     """
     options = {} if metadata is None else {"metadata": metadata}
-    weights = unwrap(chunk).sharded_state_dict(**options)
-    return {name: leaf for name, leaf in weights.items() if not name.endswith(EXTRA_STATE)}
+    wanted = {not of_base} if has_adapters([chunk]) else {False}
+    leaves = unwrap(chunk).sharded_state_dict(**options).items()
+    return {name: leaf for name, leaf in leaves if not name.endswith(EXTRA_STATE) and is_of_adapter(name) in wanted}
 
 
 def _set_weights(chunk: torch.nn.Module, loaded: dict[str, Any], *, strict: bool = True) -> None:
     """Give a chunk the weights that `_weights_of` left in a checkpoint."""
     module = unwrap(chunk)
     nothing = dict.fromkeys(name for name in module.state_dict() if name.endswith(EXTRA_STATE))
-    module.load_state_dict(nothing | loaded, strict=strict)
+    module.load_state_dict(nothing | loaded, strict=strict and not has_adapters([chunk]))
 
 
 def _weights_with_state(model: Sequence[torch.nn.Module], state: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from slime.models.family import numbered_in_model
 
 EMBEDDING = "embedding.word_embeddings.weight"
 EXPERT_BIAS = "mlp.router.expert_bias"
+ADAPTER = "lora"
+"""The child of a linear layer that holds its LoRA adapter."""
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
@@ -56,25 +58,30 @@ class _Place:
     name: str
     num_experts_here: int
 
-    def weight(self) -> Weight:
+    def weight(self, *, merged: bool) -> Weight:
         module = self.module()
         assert module is not None, f"the module of {self.name} is gone while its model lives"
         tensor = (module._parameters if self.is_parameter else module._buffers)[self.name_there]
         assert tensor is not None, f"{self.name} was taken out of the model"
         is_cut = getattr(tensor, "tensor_model_parallel", False)
-        return Weight(self.name, tensor.detach(), tensor.partition_dim if is_cut else None, self.num_experts_here)
+        adapter = getattr(module, ADAPTER, None) if merged and self.name_there == "weight" else None
+        value = tensor.detach() if adapter is None else adapter.merged(tensor)
+        return Weight(self.name, value, tensor.partition_dim if is_cut else None, self.num_experts_here)
 
 
 _PLACES: weakref.WeakKeyDictionary[torch.nn.Module, list[_Place]] = weakref.WeakKeyDictionary()
 """Of each model that was walked over: Python takes milliseconds for that, and every weight sync asks anew."""
 
 
-def iter_weights(module: torch.nn.Module) -> Iterator[Weight]:
-    """Every weight that this rank holds of one model chunk, wrapped or bare, in the order of `named_tensors`."""
+def iter_weights(module: torch.nn.Module, *, merged: bool = False) -> Iterator[Weight]:
+    """Every weight that this rank holds of one model chunk, wrapped or bare, in the order of `named_tensors`.
+
+    LoRA adapters are no weights of their own; with `merged`, weights under them have them added (in new tensors).
+    """
     model = unwrap(module)
     if model not in _PLACES:
         _PLACES[model] = list(_find_places(model))
-    return (place.weight() for place in _PLACES[model])
+    return (place.weight(merged=merged) for place in _PLACES[model])
 
 
 def _find_places(model: torch.nn.Module) -> Iterator[_Place]:
@@ -85,6 +92,8 @@ def _find_places(model: torch.nn.Module) -> Iterator[_Place]:
     experts_here //= parallel_state.get_expert_model_parallel_world_size()
     first_expert = experts_here * parallel_state.get_expert_model_parallel_rank()
     for name, tensor in named_tensors(model):
+        if is_of_adapter(name):
+            continue
         path, _, name_there = name.rpartition(".")
         is_mtp = name.startswith("mtp.")
         numbered, is_expert = _in_whole_model(name, offset, first_expert, model.config.num_layers if is_mtp else 0)
@@ -102,6 +111,11 @@ def _in_whole_model(name: str, offset: int, first_expert: int, num_layers: int) 
     if num_layers:
         numbered = numbered_in_model(numbered, num_layers)
     return _EXPERT.sub(lambda m: str(int(m[0]) + first_expert), numbered), bool(_EXPERT.search(name))
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter is part of a LoRA adapter, by its name (wrappers' prefixes allowed)."""
+    return f".{ADAPTER}." in name
 
 
 def is_tied_copy(module: torch.nn.Module, weight: Weight) -> bool:

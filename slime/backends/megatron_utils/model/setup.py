@@ -20,6 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
 from slime.backends.megatron_utils.layers.fp8_forward import compute_in_fp8
+from slime.backends.megatron_utils.layers.lora import attach_adapters
 from slime.backends.megatron_utils.layers.value_head import HEAD, is_value_model, replace_output_layer
 from slime.backends.megatron_utils.model.config_values import config_kwargs
 from slime.backends.megatron_utils.model.model_weights import (
@@ -76,6 +77,7 @@ def setup_model_and_optimizer(args: Args) -> TrainState:
     lists = {"only": args.only_train_params_name_list, "frozen": args.freeze_params_name_list}
     freeze_parameters(bare, **lists, always_trained=head)
     compute_in_fp8(bare, Fp8Choice.of(args))
+    attach_adapters(args, bare)
     ddp_config = gradient_buckets(args, bare[0])
     model = [wrap_model(module, ddp_config, is_first=not stage) for module, stage in zip(bare, stages, strict=True)]
     optimizer = _make_optimizer(args, model)

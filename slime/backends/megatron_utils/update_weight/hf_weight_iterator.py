@@ -133,8 +133,12 @@ def finish_param_gather(module: torch.nn.Module) -> None:
 
 
 def iter_weights_of_own_stage(model: Sequence[torch.nn.Module]) -> Iterator[Weight]:
-    """Every weight of this rank's chunks, wrapped or bare; the last stage's copy of a tied embedding is left out."""
-    return (weight for chunk in model for weight in iter_weights(chunk) if not is_tied_copy(chunk, weight))
+    """Every weight of this rank's chunks, wrapped or bare; the last stage's copy of a tied embedding is left out.
+
+    LoRA adapters are merged into the weights under them.
+    """
+    weights = ((chunk, weight) for chunk in model for weight in iter_weights(chunk, merged=True))
+    return (weight for chunk, weight in weights if not is_tied_copy(chunk, weight))
 
 
 def iter_weights_of_all_stages(model: Sequence[torch.nn.Module]) -> Iterator[Weight]:

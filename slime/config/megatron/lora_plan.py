@@ -1,0 +1,249 @@
+"""Which linear layers get LoRA adapters (--lora-rank), and which models, layouts and checkpoints cannot have them.
+
+A run trains adapters over a base that stays as it is: --ref-load, or without it --hf-checkpoint. Checkpoints of the
+run hold the adapters alone, so a run that resumes loads the base from there again. This module reads flags and small
+JSON files; slime.backends.megatron_utils.layers.lora builds the adapters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.checkpoints.paths import MODEL_SHAPE_FILE, classify_checkpoint, resolve_checkpoint_dir
+from slime.config.args import Args
+from slime.config.megatron.derived import query_groups
+from slime.config.megatron.flag_classes import option_of
+from slime.config.problems import Check, Rule, broken, for_each
+from slime.models.families import family_of_args
+from slime.utils.errors import UsageError
+from slime.weights.formats import format_of_checkpoint
+
+PROJECTIONS = {
+    "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "self_attention.linear_proj": ("o_proj",),
+    "mlp.linear_fc1": ("gate_proj", "up_proj"),
+    "mlp.linear_fc2": ("down_proj",),
+}
+"""Megatron's linear layers of a decoder layer -> the projections of HF and PEFT that each holds, in their order."""
+ALL_LINEAR = "all-linear"
+TARGETS = (ALL_LINEAR, *(name for names in PROJECTIONS.values() for name in names))
+
+
+@dataclass(frozen=True)
+class LoraPlan:
+    """The adapters of a run; checkpoints say it of theirs (`saved_plan`).
+
+    Attributes:
+        rank: of every adapter.
+        alpha: the product B A is multiplied by alpha / rank.
+        target_modules: names of HF's projections, in their order in a layer.
+    """
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+
+    @classmethod
+    def of(cls, args: Args) -> LoraPlan | None:
+        """The plan of the flags; None where all weights are trained, and for tools, which have no such flag."""
+        if vars(args).get("lora_rank") is None:
+            return None
+        assert args.lora_rank is not None
+        given = args.lora_target_modules or [ALL_LINEAR]
+        targets = tuple(name for name in TARGETS[1:] if name in given or ALL_LINEAR in given)
+        alpha = 2.0 * args.lora_rank if args.lora_alpha is None else args.lora_alpha
+        return cls(args.lora_rank, alpha, targets)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product B A."""
+        return self.alpha / self.rank
+
+    @property
+    def linears(self) -> list[str]:
+        """Megatron's linear layers of a decoder layer that get adapters."""
+        return [linear for linear, names in PROJECTIONS.items() if names[0] in self.target_modules]
+
+    def as_json(self) -> dict[str, Any]:
+        """What a checkpoint of these adapters says of them."""
+        return asdict(self) | {"target_modules": list(self.target_modules)}
+
+
+def base_of(args: Args) -> str:
+    """The checkpoint under the adapters: --ref-load, or without it --hf-checkpoint."""
+    return str(args.ref_load or args.hf_checkpoint)
+
+
+def saved_plan(path: str | Path, step: int | None) -> dict[str, Any] | None:
+    """`LoraPlan.as_json` of the adapters in a checkpoint; None where it holds a whole model.
+
+    Args:
+        path: a Megatron checkpoint root, or an HF directory.
+        step: iteration of a root; None takes the one that its tracker names.
+
+    Raises:
+        UsageError: there is no such iteration.
+    """
+    if classify_checkpoint(path) != "megatron":
+        return None
+    return plan_in(resolve_checkpoint_dir(path, step)[0])
+
+
+def plan_in(directory: Path) -> dict[str, Any] | None:
+    """The same of the directory of one iteration."""
+    shape_file = directory / MODEL_SHAPE_FILE
+    saved: dict[str, Any] = json.loads(shape_file.read_text()) if shape_file.is_file() else {}
+    return saved.get("lora")
+
+
+# ---- what cannot work
+
+_UNPROVEN = {
+    "num_moe_experts": "adapters are built for dense layers so far",
+    "multi_latent_attention": "adapters are built for Megatron's grouped attention so far",
+    "experimental_attention_variant": "adapters are built for Megatron's grouped attention so far",
+    "attention_output_gate": "adapters are built for attention without a gate so far",
+    "spec": "adapters are built for slime's own layers",
+    "custom_model_provider_path": "adapters are built for slime's own layers",
+    "mtp_num_layers": "prediction layers would see another model than they were trained for",
+    "megatron_deepgemm_forward_layers": "the forward pass in fp8 knows no adapters",
+    "only_train_params_name_list": "with adapters the base is frozen as a whole",
+    "freeze_params_name_list": "with adapters the base is frozen as a whole",
+    "use_critic": "a critic's adapters are not built",
+    "ref_update_interval": "the reference of adapters is the base, which stays",
+    "opd_teacher_load": "the trainer's teacher would take the place of the base; use --opd-type sglang",
+}
+"""Attribute -> why it does not go with --lora-rank."""
+_LAYOUT = ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+
+
+def _check_targets(args: Args) -> Iterator[str]:
+    """Projections that are one weight in Megatron and in SGLang get adapters together."""
+    given = args.lora_target_modules or []
+    for names in PROJECTIONS.values():
+        missing = [name for name in names if name not in given]
+        if ALL_LINEAR not in given and 0 < len(missing) < len(names):
+            yield (
+                f"--lora-target-modules {' '.join(given)} lacks {' and '.join(missing)}: {', '.join(names)} are one "
+                "weight in trainer and engine; name all of them, or none."
+            )
+
+
+def _check_family(args: Args) -> Iterator[str]:
+    """The model's HF tensors are those that PEFT's names stand for."""
+    plan = LoraPlan.of(args)
+    if plan is None or not args.hf_checkpoint or not args.num_layers:
+        return
+    try:
+        family = family_of_args(args)
+    except (UsageError, OSError, ValueError):
+        return  # said elsewhere
+    for linear in plan.linears:
+        name = f"decoder.layers.0.{linear}.weight"
+        try:
+            found = tuple(hf.split(".")[-2] for hf in family.find(name, args.num_layers)[1])
+        except KeyError:
+            found = ()
+        if found != PROJECTIONS[linear]:
+            yield (
+                f"--lora-rank {args.lora_rank}: a {family.model_type} model has no {' '.join(PROJECTIONS[linear])} "
+                f"({' '.join(found) or 'nothing'} in their place), for which adapters are built; name other "
+                "--lora-target-modules, or train all weights."
+            )
+
+
+def _is_quantized(args: Args) -> bool:
+    try:
+        return bool(args.hf_checkpoint) and format_of_checkpoint(args.hf_checkpoint) is not None
+    except (UsageError, OSError, ValueError):
+        return False  # said elsewhere
+
+
+def _check_load(args: Args) -> Iterator[str]:
+    """What training starts from is adapters that fit the flags, or the base."""
+    plan, base, saved = LoraPlan.of(args), base_of(args), _saved(args.load, args.ckpt_step)
+    if _saved(args.ref_load, args.ref_ckpt_step):
+        yield f"--ref-load {args.ref_load} holds LoRA adapters alone; give the model under them."
+    if saved and plan is None:
+        yield (
+            f"--load {args.load} holds LoRA adapters alone; add --lora-rank {saved['rank']} --lora-alpha "
+            f"{saved['alpha']:g} --lora-target-modules {' '.join(saved['target_modules'])}."
+        )
+    elif saved and plan is not None:
+        differences = [f"{key} {saved.get(key)}" for key, ours in plan.as_json().items() if saved.get(key) != ours]
+        if differences:
+            yield f"--load {args.load} holds adapters with {', '.join(differences)}; repeat its --lora-* flags."
+    elif plan is not None and _is_another(args.load, base):
+        flag = "--ref-load" if args.ref_load else "--hf-checkpoint"
+        yield (
+            f"--load {args.load} holds no adapters, and the base of --lora-rank {plan.rank} is {flag} {base}; give "
+            "the base as --ref-load."
+        )
+
+
+def _saved(path: str | None, step: int | None) -> dict[str, Any] | None:
+    try:
+        return None if path is None else saved_plan(path, step)
+    except (UsageError, OSError, ValueError):
+        return None  # said elsewhere
+
+
+def _is_another(load: str | None, base: str) -> bool:
+    """Whether --load is a checkpoint, and not the base."""
+    is_one = load is not None and classify_checkpoint(load) is not None
+    return is_one and Path(str(load)).resolve() != Path(base).resolve()
+
+
+LORA: tuple[Check, ...] = (
+    for_each(
+        lambda a: _UNPROVEN,
+        lambda a, name: vars(a).get(name) not in (None, False, 0),
+        lambda a, name: (
+            f"{option_of(name)} does not go with --lora-rank {a.lora_rank}: {_UNPROVEN[name]}; leave one "
+            "of the two out."
+        ),
+    ),
+    for_each(
+        lambda a: _LAYOUT,
+        lambda a, name: (vars(a)[name] or 1) > 1,
+        lambda a, name: (
+            f"{option_of(name)} {vars(a)[name]} is not supported yet with --lora-rank {a.lora_rank}; use tensor and "
+            "data parallelism."
+        ),
+    ),
+    Rule(
+        lambda a: a.transformer_impl == "transformer_engine",
+        "--transformer-impl transformer_engine does not go with --lora-rank {lora_rank}: adapters are built for "
+        "Megatron's own linear layers; use --transformer-impl local.",
+    ),
+    Rule(
+        lambda a: a.update_weight_mode == "delta",
+        "--update-weight-mode delta does not go with --lora-rank {lora_rank}: engines get weights with the adapters "
+        "merged in, of which every byte may change; use full.",
+    ),
+    Rule(
+        _is_quantized,
+        "--hf-checkpoint {hf_checkpoint} is quantised, and adapters of --lora-rank {lora_rank} that are merged into "
+        "such weights are lost in their rounding; take the bf16 model.",
+    ),
+    Rule(
+        lambda a: query_groups(a) % a.tensor_model_parallel_size,
+        lambda a: (
+            f"--tensor-model-parallel-size {a.tensor_model_parallel_size} with --lora-rank {a.lora_rank}: the "
+            f"{query_groups(a)} query groups have to be divided by it; use fewer ranks."
+        ),
+    ),
+    _check_targets,
+    _check_family,
+)
+
+
+def lora_problems(args: Args) -> Iterator[str]:
+    """Yield a sentence for everything that is wrong with --lora-rank, and with adapters in --load or --ref-load."""
+    if args.lora_rank is not None:
+        yield from broken(LORA, args)
+    yield from _check_load(args)

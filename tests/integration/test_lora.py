@@ -1,0 +1,191 @@
+"""LoRA in the trainer against PEFT: steps, gradient norms, exports, checkpoints of adapters alone, in several layouts.
+
+The reference is a Hugging Face model with PEFT's adapters and torch's AdamW. It starts from the PEFT directory that a
+trainer wrote before its first step, so both have the same A. B starts at 0, so A moves from the second step on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+
+from slime.checkpoints.paths import iteration_dir
+from slime.utils.errors import UsageError
+from tests.integration.test_train_step_parity import (
+    CLIP,
+    FLAGS,
+    LR,
+    Reference,
+    clipped,
+    load_hf,
+    per_rollout_denominators,
+)
+from tests.integration.trainer_world import (
+    NUM_ROLLOUTS,
+    NUM_SAMPLES,
+    make_train_data,
+    parameters,
+    resumed_from,
+    train,
+    train_and_save,
+    train_once_more,
+    trainer_args,
+)
+from tests.unit.megatron_fakes import make_hf_model
+
+STEPS = 3
+LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 12.0}
+SOME = ("q_proj", "k_proj", "v_proj", "down_proj")
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3"}
+
+
+@pytest.fixture(scope="module")
+def hf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hf")
+    make_hf_model(path)
+    return path
+
+
+def lora_args(hf_path: Path, flags: str = "", **changes: Any) -> Any:
+    base = {"lr": LR, "clip_grad": CLIP, "ref_load": str(hf_path), **LORA, **KL}
+    return trainer_args(hf_path, f"{FLAGS} {flags}", **(base | changes))
+
+
+def write_start(actor: Any, records: list[Any], out: Path) -> None:
+    from slime.backends.megatron_utils.layers.lora import save_adapter
+
+    save_adapter(actor.args, actor.state.model, out)
+
+
+def peft_model(hf_path: Path, adapter: Path, *, is_trainable: bool = False) -> Any:
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(load_hf(hf_path), str(adapter), is_trainable=is_trainable)
+
+
+def peft_steps(hf_path: Path, adapter: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """(loss, gradient norm) of each of the reference's steps, and PEFT's tensors after them."""
+    from peft import get_peft_model_state_dict
+
+    data, reference = make_train_data(), Reference(peft_model(hf_path, adapter, is_trainable=True))
+    with torch.no_grad(), reference.model.disable_adapter():
+        of_base = [reference.log_p(i)[1] for i in range(NUM_SAMPLES)]
+
+    def token_loss(i: int, _: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+        kl = (of_base[i] - picked).exp() - 1 - (of_base[i] - picked)
+        return clipped((picked - picked.detach()).exp(), data["rewards"][i]) + 0.2 * kl
+
+    denominators = per_rollout_denominators(NUM_ROLLOUTS)
+    log = [reference.step(list(range(NUM_SAMPLES)), token_loss, denominators) for _ in range(STEPS)]
+    return log, get_peft_model_state_dict(reference.model)
+
+
+@pytest.fixture(scope="module")
+def reference(hf_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Any]:
+    """From target modules: PEFT's directory of the start, the reference's steps, its tensors after them."""
+
+    @functools.cache
+    def of(targets: tuple[str, ...] | None) -> Any:
+        start = tmp_path_factory.mktemp("start") / "adapter"
+        train(lora_args(hf_path, lora_target_modules=targets), write_start, start, num_rollouts=0)
+        return start, *peft_steps(hf_path, start)
+
+    return of
+
+
+def check_steps(
+    actor: Any, records: list[Any], start: Path, log: list[tuple[float, float]], after: Any, out: Path
+) -> None:
+    """Steps and tensors are the reference's; the base has kept its bits."""
+    from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+    from slime.backends.megatron_utils.layers.lora import save_adapter
+
+    steps = [metrics for metrics, key in records if key == "train/step"]
+    for metrics, (loss, norm) in zip(steps, log, strict=True):
+        assert metrics["train/loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+        assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    save_adapter(actor.args, actor.state.model, out)
+    torch.distributed.barrier()
+    before, ours = (load_file(path / "adapter_model.safetensors") for path in (start, out))
+    assert ours.keys() == after.keys() == before.keys()
+    for name, expected in after.items():
+        moved = (expected - before[name]).norm()
+        assert moved > 0, name
+        assert (ours[name] - expected).norm() <= 1e-3 * moved, name
+    trained = parameters(actor)
+    load_hf_weights(actor.args, actor.state.model, actor.args.load)
+    for name, weight in parameters(actor).items():
+        assert torch.equal(weight, trained[name]), name
+
+
+LAYOUTS = {
+    "one rank": ("", 1, {}),
+    "full recomputation": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1, {}),
+    "block": ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", 1, {}),
+    "selective": ("--recompute-granularity selective --recompute-modules core_attn mlp", 1, {}),
+    "TP 2": ("--tensor-model-parallel-size 2", 1, {"max_tokens_per_gpu": 40}),
+    "TP 2 with sequence parallelism": ("--tensor-model-parallel-size 2 --sequence-parallel", 1, {}),
+    "some projections": ("--tensor-model-parallel-size 2 --sequence-parallel", 1, {"lora_target_modules": SOME}),
+    "DP 2": ("--overlap-grad-reduce --overlap-param-gather", 2, {"max_tokens_per_gpu": 24}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_adapters_are_trained_as_peft_trains_them(hf_path: Path, tmp_path: Path, reference: Any, layout: str):
+    flags, dp_size, changes = LAYOUTS[layout]
+    start, log, after = reference(changes.get("lora_target_modules"))
+    args = lora_args(hf_path, flags, dp_size=dp_size, **changes)
+    train(args, check_steps, start, log, after, tmp_path / "out", num_rollouts=STEPS, dp_size=dp_size)
+
+
+def save_and_export(actor: Any, records: list[Any], out: Path) -> None:
+    actor.backend.export_hf(out / "merged")
+    train_and_save(actor, records, out / "straight")
+
+
+def test_what_is_saved_is_what_peft_loads_and_what_engines_get(hf_path: Path, tmp_path: Path):
+    args = lora_args(hf_path, "--tensor-model-parallel-size 1", lr=1e-1, save=str(tmp_path / "ckpt"))
+    train(args, save_and_export, tmp_path, num_rollouts=2)
+    saved = iteration_dir(tmp_path / "ckpt", 0)
+    ids = torch.tensor(make_train_data()["tokens"][0])[None]
+    with torch.no_grad():
+        base, merged = (load_hf(path)(ids).logits for path in (hf_path, tmp_path / "merged"))
+        adapted = peft_model(hf_path, saved / "adapter")(ids).logits
+    assert (adapted - base).abs().max() > 1e-2
+    assert (adapted - merged).abs().max() <= 1e-5
+    names = FileSystemReader(saved).read_metadata().state_dict_metadata
+    of_model = [name for name in names if "embedding" in name or "layers" in name]
+    assert of_model and all(".lora." in name for name in of_model), "the base is in no checkpoint"
+
+    resumed = lora_args(hf_path, lr=1e-1, **resumed_from(str(tmp_path / "ckpt")))
+    train(resumed, train_once_more, tmp_path / "again", num_rollouts=0)
+    (straight, weights), (again, weights_again) = (torch.load(tmp_path / name) for name in ("straight", "again"))
+    assert straight == again
+    assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
+    cut = lora_args(hf_path, "--tensor-model-parallel-size 2", lr=1e-1, **resumed_from(str(tmp_path / "ckpt")))
+    train(cut, check_loaded, saved / "adapter", tmp_path / "cut", num_rollouts=0)
+
+    make_hf_model(tmp_path / "other", hidden_act="silu", initializer_range=0.5)
+    other = load_hf(tmp_path / "other")
+    with torch.no_grad():
+        other.model.norm.weight.mul_(1.01)
+    other.save_pretrained(tmp_path / "other")
+    wrong = lora_args(tmp_path / "other", **resumed_from(str(tmp_path / "ckpt")))
+    with pytest.raises(AssertionError, match=f"{UsageError.__name__}: .*holds adapters of another base"):
+        train(wrong, check_loaded, num_rollouts=0)
+
+
+def check_loaded(actor: Any, records: list[Any], expected: Path, out: Path) -> None:
+    from slime.backends.megatron_utils.layers.lora import save_adapter
+
+    save_adapter(actor.args, actor.state.model, out)
+    torch.distributed.barrier()
+    ours, theirs = (load_file(path / "adapter_model.safetensors") for path in (out, expected))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours) and ours.keys() == theirs.keys()

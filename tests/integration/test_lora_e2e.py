@@ -1,0 +1,36 @@
+"""train.py with --lora-rank: engines generate with what the trainer trained; a second run goes on from adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime.checkpoints.paths import iteration_dir
+from tests.integration.launch import grpo_flags, make_model, tensors_in, train, write_prompts
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+def test_engines_follow_the_adapters_and_a_run_resumes_from_them(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    flags = [
+        *grpo_flags(model, write_prompts(tmp_path / "prompts.jsonl")),
+        *("--colocate", "--lora-rank", 8, "--lora-target-modules", "all-linear", "--lr", 2e-2),
+        *("--use-kl-loss", "--kl-loss-coef", 0.01, "--kl-loss-type", "k3", "--ref-load", model),
+        *("--save", tmp_path / "ckpt", "--load", tmp_path / "ckpt", "--save-interval", 3),
+        *("--save-hf", tmp_path / "hf_{rollout_id}"),
+    ]
+    first = train(tmp_path / "first", *flags, "--num-rollout", 3)
+    assert max(first.column("train/train_rollout_logprob_abs_diff")) < 1e-4, "engines have the adapters of each sync"
+    kl = first.column("train/kl_loss")
+    assert kl[0] == 0 and kl[-1] > 1e-4, "the reference is the base"
+    base, merged = (tensors_in(path) for path in (model, tmp_path / "hf_2"))
+    changed = {name.split(".")[-2] for name in base if not base[name].equal(merged[name])}
+    assert changed == {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert (iteration_dir(tmp_path / "ckpt", 2) / "adapter" / "adapter_config.json").is_file()
+
+    second = train(tmp_path / "second", *flags, "--num-rollout", 4)
+    assert [record["train/step"] for record in second.records("train/step")] == [3]
+    assert max(second.column("train/train_rollout_logprob_abs_diff")) < 1e-4
+    assert second.column("train/kl_loss")[0] > 1e-4, "it goes on from the adapters, against the same reference"

@@ -1,0 +1,95 @@
+"""The flags of LoRA: which adapters they ask for, and what they refuse, at the parse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.checkpoints.paths import MODEL_SHAPE_FILE, TRACKER_FILE
+from slime.config.megatron.lora_plan import LoraPlan
+from slime.utils.errors import UsageError
+from tests.unit.argument_lines import Check, check, command_line
+from tools.convert_torch_dist_to_hf import saved_shape
+
+__all__ = ["check", "command_line"]
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def plan_of(check: Check, flags: str) -> LoraPlan:
+    checked = check(flags)
+    assert not checked.problems.all(), checked.problems.all()
+    plan = LoraPlan.of(checked.args)
+    assert plan is not None
+    return plan
+
+
+def test_without_more_flags_every_projection_has_an_adapter_of_scale_two(check: Check) -> None:
+    plan = plan_of(check, "--lora-rank 8")
+    assert (plan.rank, plan.alpha, plan.scale, list(plan.target_modules)) == (8, 16.0, 2.0, ALL)
+    assert plan_of(check, "--lora-rank 8 --lora-target-modules all-linear") == plan
+    some = plan_of(check, "--lora-rank 8 --lora-alpha 4 --lora-target-modules down_proj v_proj k_proj q_proj")
+    assert (some.scale, list(some.target_modules)) == (0.5, ["q_proj", "k_proj", "v_proj", "down_proj"])
+    assert some.linears == ["self_attention.linear_qkv", "mlp.linear_fc2"]
+
+
+REFUSED = {
+    "--lora-rank 0": "--lora-rank 0",
+    "--lora-rank 8 --lora-target-modules lm_head": "lm_head",
+    "--lora-rank 8 --lora-target-modules q_proj v_proj": "lacks k_proj: q_proj, k_proj, v_proj are one weight",
+    "--lora-rank 8 --lora-target-modules up_proj": "lacks gate_proj",
+    "--lora-rank 8 --advantage-estimator ppo": "a critic's adapters are not built",
+    "--lora-rank 8 --freeze-params-name-list mlp": "--freeze-params-name-list does not go with --lora-rank 8",
+    "--lora-rank 8 --only-train-params-name-list mlp": "--only-train-params-name-list does not go with --lora-rank 8",
+    "--lora-rank 8 --context-parallel-size 2 --actor-num-gpus-per-node 2": "--context-parallel-size 2 is not",
+    "--lora-rank 8 --pipeline-model-parallel-size 2 --actor-num-gpus-per-node 2": "--pipeline-model-parallel-size 2",
+    "--lora-rank 8 --update-weight-mode delta --update-weight-transport disk": "--update-weight-mode delta does not",
+    "--lora-rank 8 --transformer-impl transformer_engine": "use --transformer-impl local",
+    "--lora-rank 8 --num-experts 4 --moe-ffn-hidden-size 32": "--num-experts does not go with --lora-rank 8",
+    "--lora-rank 8 --mtp-num-layers 1": "--mtp-num-layers does not go with --lora-rank 8",
+    "--lora-rank 8 --load other": "--load other holds no adapters, and the base of --lora-rank 8 is --hf-",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_adapters_do_not_go_with_is_refused(check: Check, flags: str, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((tmp_path / "hf" / "config.json").read_text())
+    assert any(REFUSED[flags] in problem for problem in check(flags).problems.all()), check(flags).problems.all()
+
+
+def saved(root: Path, **adapters: Any) -> None:
+    (root / "iter_0000003").mkdir(parents=True)
+    (root / TRACKER_FILE).write_text("3")
+    (root / "iter_0000003" / MODEL_SHAPE_FILE).write_text(json.dumps({"lora": adapters}))
+
+
+def test_a_checkpoint_of_adapters_asks_for_their_flags(check: Check, tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt", rank=4, alpha=8.0, target_modules=ALL)
+    assert not check("--load ckpt --lora-rank 4").problems.all()
+    (problem,) = check("--load ckpt").problems.all()
+    assert problem == (
+        "--load ckpt holds LoRA adapters alone; add --lora-rank 4 --lora-alpha 8 --lora-target-modules "
+        f"{' '.join(ALL)}."
+    )
+    (problem,) = check("--load ckpt --lora-rank 8").problems.all()
+    assert problem == "--load ckpt holds adapters with rank 4, alpha 8.0; repeat its --lora-* flags."
+    (problem,) = check("--ref-load ckpt --use-kl-loss --kl-loss-coef 0.1 --lora-rank 4").problems.all()
+    assert problem == "--ref-load ckpt holds LoRA adapters alone; give the model under them."
+
+
+def test_the_converter_takes_adapters_for_no_model(tmp_path: Path) -> None:
+    saved(tmp_path, rank=4, alpha=8.0, target_modules=ALL)
+    with pytest.raises(UsageError, match="holds LoRA adapters alone"):
+        saved_shape(tmp_path / "iter_0000003", {})
+
+
+def test_a_family_with_other_projections_is_refused(check: Check, tmp_path: Path) -> None:
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"model_type": "glm4"}))
+    problems = check("--lora-rank 8").problems.all()
+    assert any("a glm4 model has no gate_proj up_proj (gate_up_proj in their place)" in text for text in problems)
