@@ -17,14 +17,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
 from slime.agent.harness import HARNESSES, BaseHarness, HarnessContext, base, make_harness, scripted_agent
 from slime.agent.harness.common import install_node22, install_npm_cli, run_agent
 from slime.agent.sandbox import EXIT_TIME_BUDGET_EXCEEDED, GatewayAccess, LocalSandbox, Sandbox, SandboxError
 from slime.utils.errors import UsageError
 from slime.utils.types import Sample
 from tests.rollout.chat_tokenizers import family_tokenizer
-from tests.unit.agent_fakes import finish, serving
+from tests.unit.agent_fakes import finish, gateway
 
 T = TypeVar("T")
 URL = "http://127.0.0.1:8000"
@@ -72,7 +71,7 @@ def started(
     async def use(sandbox: Recording) -> tuple[Recording, list[str], dict[str, str], str]:
         await harness.install_cli(sandbox)
         code = await harness.run(
-            sandbox, workdir="/workspace", session_id="key", adapter_url=URL, time_budget_sec=10, prompt=prompt
+            sandbox, workdir="/workspace", session_id="key", adapter_url=URL, time_budget_sec=60, prompt=prompt
         )
         assert code == 0
         environment = dict(
@@ -94,7 +93,7 @@ def test_run_agent_returns_the_exit_code_and_passes_the_environment_on_unchanged
 
     async def use(sandbox: Recording) -> None:
         command = f'echo "$A $B $HOME"; exit {code}'
-        assert await run_agent(sandbox, workdir="/workspace", start_cmd=command, env=env, time_budget_sec=10) == code
+        assert await run_agent(sandbox, workdir="/workspace", start_cmd=command, env=env, time_budget_sec=60) == code
         assert await sandbox.read_file("/workspace/.harness/trajectory.jsonl") == "1 two words /home/agent\n"
         assert "echo $? > " in await sandbox.read_file("/tmp/.run.sh")
         [at] = [i for i, text in enumerate(sandbox.commands) if "setsid" in text]
@@ -174,22 +173,21 @@ def scripted_run(
 ) -> tuple[int, list[Sample], Any, str]:
     """(exit code, samples, the engine, the work directory's files and the trajectory) of the scripted harness."""
     monkeypatch.setenv("SLIME_AGENT_SCRIPTED_EXTRA_ARGS", options)
-    kind = AnthropicAdapter if "anthropic" in options else OpenAIAdapter
     harness = make_harness("scripted")
-    with serving(kind, [f"{text}<|im_end|>" for text in texts], tokenizer=family_tokenizer("qwen3")) as served:
-        adapter, url, engine = served
-        session = adapter.open_session()
+    texts = [f"{text}<|im_end|>" for text in texts]
+    with gateway(texts, tokenizer=family_tokenizer("qwen3")) as (server, engine):
+        session = server.open_session(sampling={"temperature": 1.0})
 
         async def use(sandbox: Recording) -> tuple[int, str]:
             await harness.install_cli(sandbox)
             where = sandbox.gateway.inside_url if sandbox.gateway else ""
-            task = {"session_id": key or session, "adapter_url": where, "time_budget_sec": 30, "prompt": "Compute."}
+            task = {"session_id": key or session, "adapter_url": where, "time_budget_sec": 120, "prompt": "Compute."}
             code = await harness.run(sandbox, workdir="/workspace", **task)
             _, text, _ = await sandbox.exec("head -c 4000 *.txt; cat .harness/trajectory.jsonl")
             return code, text
 
-        code, text = inside(use, gateway=GatewayAccess(url, session), show=harness.shown_paths())
-        return code, finish(adapter, session), engine, text
+        code, text = inside(use, gateway=GatewayAccess(server.url, session), show=harness.shown_paths())
+        return code, finish(server, session), engine, text
 
 
 @pytest.mark.parametrize("protocol", list(scripted_agent.PROTOCOLS))
@@ -308,7 +306,7 @@ def test_a_script_of_this_host_finds_its_interpreter_in_the_sandbox(
 
     async def use(sandbox: Recording) -> None:
         await base.provide(sandbox, "x-cli", remedy="")
-        run = {"workdir": "/workspace", "env": {}, "time_budget_sec": 10}
+        run = {"workdir": "/workspace", "env": {}, "time_budget_sec": 60}
         assert await run_agent(sandbox, start_cmd="x-cli 12", **run) == 0
         assert await sandbox.read_file("/workspace/.harness/trajectory.jsonl") == "shown 12\n"
         assert (await sandbox.exec(f"echo > {script}"))[0], "what is shown below /tmp is read-only, too"

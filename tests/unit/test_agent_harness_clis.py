@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from slime.agent.adapters import AnthropicAdapter, BaseAdapter, OpenAIAdapter
+from slime.agent.gateway import Gateway
 from slime.agent.harness import make_harness
 from slime.agent.sandbox import GatewayAccess, LocalSandbox
 from tests.rollout.chat_tokenizers import family_tokenizer
@@ -84,45 +84,44 @@ async def work(name: str, url: str, key: str, memory_mb: int) -> tuple[int, str,
         return code, answer, await sandbox.read_file("/workspace/.harness/trajectory.jsonl")
 
 
-def check(
-    name: str, kind: type[BaseAdapter], texts: list[str], *, streams: bool, memory_mb: int = 1024
-) -> ScriptedEngine:
+def check(name: str, texts: list[str], *, streams: bool, memory_mb: int = 1024) -> ScriptedEngine:
     """Have the program work; return the engine that it asked."""
     tokenizer = family_tokenizer("qwen3")
-    engine = ScriptedEngine(tokenizer, texts)
     types: list[str] = []
 
     async def keep_type(_: Any, response: Any) -> None:
         types.append(response.headers.get("Content-Type", ""))
 
+    engine = ScriptedEngine(tokenizer, texts)
     with served(engine.app) as engine_url:
-        parsers = {"tool_parser": "qwen25", "reasoning_parser": "qwen3"}
-        adapter = kind(tokenizer=tokenizer, sglang_url=engine_url, **parsers)
-        adapter.app.on_response_prepare.append(keep_type)
-        with served(adapter.app, handler_cancellation=True) as url:
-            key = adapter.open_session()
-            code, answer, output = asyncio.run(work(name, url, key, memory_mb))
+        server = Gateway(tokenizer=tokenizer, sglang_url=engine_url, tool_parser="qwen25", reasoning_parser="qwen3")
+        server.app.on_response_prepare.append(keep_type)
+        server.start()
+        try:
+            key = server.open_session(sampling={"temperature": 1.0})
+            code, answer, output = asyncio.run(work(name, server.url, key, memory_mb))
             assert (code, answer) == (0, "144\n"), output[-3000:]
-            samples = finish(adapter, key)
+            samples = finish(server, key)
+        finally:
+            server.stop()
     [sample] = samples
     assert (sample.metadata["agent"]["turns"], sample.metadata["agent"]["breaks"]) == (2, 0)
     assert sum(sample.loss_mask or []) == sum(map(len, engine.outputs)) and len(engine.requests) == 2
     assert "144" in tokenizer.decode(engine.requests[1]["input_ids"]).rpartition(texts[0])[2]
-    assert any("event-stream" in kind_ for kind_ in types) == streams
+    assert any("event-stream" in kind for kind in types) == streams
     return engine
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "tool", "argument", "memory_mb"),
+    ("name", "tool", "argument", "memory_mb"),
     [
-        ("claude_code", AnthropicAdapter, "Bash", "command", 1024),
-        ("codex", OpenAIAdapter, "exec_command", "cmd", 512),
-        ("opencode", OpenAIAdapter, "bash", "command", 1024),
+        ("claude_code", "Bash", "command", 1024),
+        ("codex", "exec_command", "cmd", 512),
+        ("opencode", "bash", "command", 1024),
     ],
 )
 def test_a_program_of_npm_changes_a_file_and_its_conversation_is_one_sample(
     name: str,
-    kind: type[BaseAdapter],
     tool: str,
     argument: str,
     memory_mb: int,
@@ -131,14 +130,14 @@ def test_a_program_of_npm_changes_a_file_and_its_conversation_is_one_sample(
 ) -> None:
     monkeypatch.setenv("PATH", f"{npm_programs}:{os.environ['PATH']}")
     texts = [call(tool, **{argument: WRITE, "description": "compute"}), "The answer is 144.<|im_end|>"]
-    check(name, kind, texts, streams=True, memory_mb=memory_mb)
+    check(name, texts, streams=True, memory_mb=memory_mb)
 
 
 def test_claude_code_fits_a_small_model_with_one_tool(npm_programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{npm_programs}:{os.environ['PATH']}")
     monkeypatch.setenv("SLIME_AGENT_CC_EXTRA_ARGS", SMALL)
     texts = [call("Bash", command=WRITE), "The answer is 144.<|im_end|>"]
-    engine = check("claude_code", AnthropicAdapter, texts, streams=True)
+    engine = check("claude_code", texts, streams=True)
     assert len(engine.requests[0]["input_ids"]) < 2500
 
 
@@ -150,4 +149,4 @@ def test_mini_swe_agent_changes_a_file_and_its_conversation_is_one_sample(
     (folder / "bin/mini").symlink_to(pip_programs / "mini")  # and not the environment's python
     monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
     texts = [call("bash", command=WRITE), call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")]
-    check("mini_swe_agent", OpenAIAdapter, texts, streams=False, memory_mb=512)
+    check("mini_swe_agent", texts, streams=False, memory_mb=512)
