@@ -82,6 +82,7 @@ setup(
         "gpu": read_requirements("requirements.txt"),
         "cpu": CPU,
         **TRACKERS,
+        "mcp": ["mcp<2"],  # tools of MCP servers (docs/multi_turn.md)
         "dev": read_requirements("requirements-dev.txt"),
     },
 )

@@ -24,6 +24,7 @@ from slime.config.alarm_settings import alarm_settings
 from slime.config.args import Args
 from slime.config.custom_config import FileValues, apply_extra
 from slime.config.flags import FLAG_CLASSES
+from slime.config.mcp_servers import check_mcp
 from slime.config.megatron.arguments import (
     add_megatron_arguments,
     args_implied_by_hf,
@@ -222,7 +223,9 @@ class CommandLine:
         _finish(args, explicit, problems, by_role)
         problems.wrong += apply_extra(args, custom)
         tool = vars(args).get("tool_function_path")
-        problems.environment += check_tool_function(_generates(args).values(), tool, ToolFn, signature_problem)
+        generates, has_mcp = _generates(args).values(), vars(args).get("mcp") is not None
+        problems.environment += check_tool_function(generates, tool, ToolFn, signature_problem, has_servers=has_mcp)
+        problems.environment += check_mcp(args, generates)
         problems.wrong += check_settings(vars(args), HOOKS)
         if not args.strict_flags:
             vars(args).update(problems.settle())

@@ -12,6 +12,7 @@ slime.processes.sweeper.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import logging
@@ -64,6 +65,7 @@ class ProcessRegistry:
         env: dict[str, str] | None = None,
         cwd: str | Path | None = None,
         pass_fds: tuple[int, ...] = (),
+        pipes: tuple[int, int] | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a command in a session of its own, its output going to the end of `log_path`.
 
@@ -74,6 +76,7 @@ class ProcessRegistry:
             env: the whole environment of the child; None passes on this process's.
             cwd: its working directory; None is this process's.
             pass_fds: open files of this process that the child gets.
+            pipes: open files of this process that are its stdin and stdout; stderr alone goes to `log_path`.
         """
         if log_path is not None:
             Path(log_path).parent.mkdir(parents=True, exist_ok=True)
@@ -83,9 +86,9 @@ class ProcessRegistry:
             def spawn() -> subprocess.Popen[bytes]:
                 return subprocess.Popen(
                     wrapped,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=None if log is None else subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL if pipes is None else pipes[0],
+                    stdout=log if pipes is None else pipes[1],
+                    stderr=log,
                     env=env,
                     cwd=cwd,
                     start_new_session=True,
@@ -137,6 +140,40 @@ class ProcessRegistry:
             with self._lock:
                 self._running.pop(process.pid, None)
         remove_unused(memory)
+
+
+async def start_with_streams(
+    cmd: list[str], *, name: str, log_path: Path | None, env: dict[str, str], cwd: str | None, limit: int
+) -> tuple[subprocess.Popen[bytes], asyncio.StreamReader, asyncio.StreamWriter]:
+    """Start a command in this process's registry that the running loop talks to over its stdin and stdout.
+
+    Args:
+        cmd, name, log_path, cwd: as for `ProcessRegistry.start`.
+        env: the whole environment of the child, but for this run's mark.
+        limit: most bytes that are read ahead.
+
+    Returns:
+        (process, what it writes, what it reads).
+    """
+    loop, marked = asyncio.get_running_loop(), {MARK: os.environ[MARK]} if MARK in os.environ else {}
+    (their_in, to_child), (from_child, their_out) = os.pipe(), os.pipe()
+    reads, writes = os.fdopen(from_child, "rb", 0), os.fdopen(to_child, "wb", 0)
+    try:
+        ends = (their_in, their_out)
+        process = registry().start(cmd, name=name, log_path=log_path, env={**env, **marked}, cwd=cwd, pipes=ends)
+    except BaseException:
+        reads.close()
+        writes.close()
+        raise
+    finally:
+        os.close(their_in)
+        os.close(their_out)
+    reader = asyncio.StreamReader(limit)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), reads)
+    transport, protocol = await loop.connect_write_pipe(
+        lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), writes
+    )
+    return process, reader, asyncio.StreamWriter(transport, protocol, None, loop)
 
 
 class _Spawner:

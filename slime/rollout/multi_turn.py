@@ -1,8 +1,9 @@
 """Multi-turn generation with tools: --custom-generate-function-path slime.rollout.multi_turn.generate.
 
 The model writes a turn; its tool calls are made by the user's function (`tool_function_path` in the file of
---custom-config-path), what they answer is appended with mask 0, and the model goes on, until it calls nothing, has had
---max-turns turns, or its length limit is reached. `generate_turns` makes a sample of every turn instead.
+--custom-config-path) or by servers of MCP (`mcp` there), what they answer is appended with mask 0, and the model goes
+on, until it calls nothing, has had --max-turns turns, or its length limit is reached. `generate_turns` makes a sample
+of every turn instead.
 
 What a conversation has come to is kept in `sample.metadata`, so an aborted sample can go on later: "messages" (all
 after the prompt), "round_number", "tool_calls", "tool_errors", "template_drift", and "turn_start" while a turn is
@@ -26,6 +27,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from slime.config.args import Args
+from slime.rollout.mcp_tools import McpTools
 from slime.rollout.sampling.generation import GenerateState
 from slime.rollout.sampling.generation import generate as generate_once
 from slime.rollout.tool_calls import EnvError, ToolCall, ToolError, call_tool, parse_tool_calls, tool_names
@@ -50,7 +52,10 @@ __all__ = [
 logger = logging.getLogger(__name__)
 DEFAULT_MAX_TURNS = 8
 DEFAULT_TOOL_TIMEOUT_S = 60.0
-_STATE_KEYS = ("messages", "round_number", "tool_calls", "tool_errors", "template_drift", "turn_start", "final_status")
+_STATE_KEYS = (
+    *("messages", "round_number", "tool_calls", "tool_errors", "template_drift", "turn_start", "final_status"),
+    "mcp_calls",
+)
 Status = Sample.Status
 
 
@@ -71,7 +76,8 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], 
     Raises:
         UsageError: the prompt is no message list, or the tool function is not named.
     """
-    return await converse(Conversation(args, sample), sampling_params, evaluation)
+    conversation = Conversation(args, sample, await McpTools.of(args))
+    return await converse(conversation, sampling_params, evaluation)
 
 
 async def converse(conversation: Conversation, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
@@ -109,14 +115,16 @@ async def generate_turns(
     """
     turns: list[Sample] = []
     messages: list[Message] = []
-    counts = {"tool_calls": 0, "tool_errors": 0}
+    counts: dict[str, Any] = {"tool_calls": 0, "tool_errors": 0}
+    if servers := await McpTools.of(args):
+        counts["mcp_calls"] = {}
     for number in range(1, (args.max_turns or DEFAULT_MAX_TURNS) + 1):
         if GenerateState(args).aborted and not evaluation:
             sample.status = Status.ABORTED
             return [sample]
         turn = copy.deepcopy(sample)
         turn.rollout_id = sample.index if sample.rollout_id is None else sample.rollout_id
-        conversation = Conversation(args, turn)
+        conversation = Conversation(args, turn, servers)
         conversation.begin(messages)
         turn.metadata |= {"round_number": number - 1, **counts}
         text = await conversation.write_turn(sampling_params, evaluation)
@@ -155,7 +163,7 @@ def final_answer(sample: Sample) -> str:
 class Conversation:
     """A sample as messages: writes turns, makes their tool calls, and keeps tokens and metadata in step."""
 
-    def __init__(self, args: Args, sample: Sample) -> None:
+    def __init__(self, args: Args, sample: Sample, servers: McpTools | None = None) -> None:
         if not isinstance(sample.prompt, list) or sample.multimodal_inputs:
             raise UsageError(
                 f"slime.rollout.multi_turn needs a prompt that is a list of text messages, not "
@@ -165,6 +173,10 @@ class Conversation:
         self.sample = sample
         self.prompt: list[Message] = sample.prompt
         self.tokenizer = GenerateState(args).tokenizer
+        self.servers = servers
+        if servers is not None:
+            own = list(sample.metadata.get("tools") or [])
+            sample.metadata["tools"] = own + [s for s in servers.schemas if tool_names([s])[0] not in tool_names(own)]
         self.tools: list[dict[str, Any]] | None = sample.metadata.get("tools")
         self.template: dict[str, Any] = {"tools": self.tools, "template_kwargs": sample.apply_chat_template_kwargs}
 
@@ -214,11 +226,12 @@ class Conversation:
         calls = self.calls(text)
         if not calls:
             return []
-        known, function, timeout_s = tool_names(self.tools), tool_function(self.args), tool_timeout_s(self.args)
+        known = tool_names(self.tools)
         answers: list[Message] = []
         started = time.monotonic()
         try:
             for call in calls:
+                function, timeout_s = self._function_of(call.name)
                 answer, succeeded = await call_tool(
                     function, self.args, self.sample, call, known=known, timeout_s=timeout_s
                 )
@@ -231,6 +244,15 @@ class Conversation:
         self.sample.metadata["tool_calls"] += len(calls)
         self.sample.non_generation_time += time.monotonic() - started
         return answers
+
+    def _function_of(self, name: str) -> tuple[Any, float]:
+        """What makes the calls of a tool, and how long it may take."""
+        servers = self.servers
+        if servers is not None and servers.has(name):
+            return servers.call, servers.timeout_s(name)
+        if servers is not None and name not in tool_names(self.tools):
+            return servers.call, 0.0  # there is no such tool, which `call_tool` answers
+        return tool_function(self.args), tool_timeout_s(self.args)
 
     def append(self, answers: list[Message], sampling_params: dict[str, Any], evaluation: bool) -> str | None:
         """Append messages and the next generation prompt.

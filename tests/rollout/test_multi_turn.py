@@ -96,7 +96,7 @@ def run(monkeypatch):
         tokenizer = family_tokenizer(family)
         GenerateState.clear_instances()
         monkeypatch.setattr(generation, "load_tokenizer", lambda name, **kw: tokenizer)
-        extra = {"tool_function_path": "tests.rollout.test_multi_turn:add", "tool_timeout_s": None}
+        extra = {"tool_function_path": "tests.rollout.test_multi_turn:add", "tool_timeout_s": None, "mcp": None}
         extra |= {key: changes.pop(key) for key in list(changes) if key in extra}
         with ScriptedModel(tokenizer, replies).serve() as model:
             args = rollout_args(**{"sglang_router_port": model.port, "rollout_max_response_len": 300, **changes})

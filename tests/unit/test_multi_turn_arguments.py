@@ -60,6 +60,36 @@ def test_a_tool_function_that_cannot_be_called_is_refused(check: Check, config: 
     has(check(tools(config)).problems.environment, message)
 
 
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        ("{command: [ls], tool: [a]}", "tools.yaml:1: mcp[0].tool: unknown key; did you mean tools?"),
+        ("{tools: [a]}", "mcp[0]: give either command (a program that speaks over stdin and stdout) or url"),
+        ("{command: [ls], url: 'http://x'}", "mcp[0]: give either command"),
+        ("{url: 'x:80/mcp'}", "mcp[0]: url x:80/mcp is no http:// or https:// address"),
+        ("{url: 'http://x', env: {A: b}}", "mcp[0]: env has no effect with url; leave it out"),
+        ("{command: ls -l}", "mcp[0].command: 'ls -l' is not a list"),
+        ("{command: []}", "mcp[0].command: is empty"),
+        ("{command: [no-such-program]}", "mcp[0]: command: there is no program no-such-program (on PATH)"),
+        ("{command: [ls], cwd: /no/such}", "mcp[0]: cwd: there is no directory /no/such"),
+        ("{command: [ls], env: {KEY: $NOT_SET}}", "mcp[0]: the environment variable NOT_SET is not set"),
+        ("{command: [ls], timeout_s: 0}", "mcp[0].timeout_s: 0 must be > 0"),
+        ("{command: [ls], max_calls: 0}", "mcp[0].max_calls: 0 must be >= 1"),
+        ("{command: [ls]}, {command: [ls]}", "mcp[1]: ls is there twice; name one otherwise"),
+    ],
+)
+def test_a_server_of_mcp_that_cannot_be_used_is_refused(check: Check, server: str, message: str) -> None:
+    has(check(tools(f"mcp: [{server}]\n")).problems.environment, message)
+
+
+def test_servers_of_mcp_are_enough_tools_and_others_read_the_key_as_they_like(check: Check) -> None:
+    assert check(tools("mcp: [{command: [ls]}, {url: 'http://x/mcp', headers: {A: $HOME}}]\n")).problems == Problems()
+    has(check(tools("mcp: []\n")).problems.environment, "mcp: must be a list of servers, each with command or url")
+    Path("own.yaml").write_text("mcp: mine\n")
+    own = "--custom-generate-function-path tests.unit.test_multi_turn_arguments:own_generate"
+    assert check(f"{own} --custom-config-path own.yaml").problems == Problems()
+
+
 async def own_generate(args, sample, sampling_params):
     return sample
 

@@ -52,7 +52,18 @@ def test_the_environment_has_what_the_pins_say(name: str):
 
 @pytest.mark.parametrize(
     "root",
-    ["ray", "transformers", "megatron-core", "accelerate", "tensorboard", "wandb", "mlflow-skinny", "pytest", "mypy"],
+    [
+        "ray",
+        "transformers",
+        "megatron-core",
+        "accelerate",
+        "tensorboard",
+        "wandb",
+        "mlflow-skinny",
+        "mcp",
+        "pytest",
+        "mypy",
+    ],
 )
 def test_the_pins_are_complete_since_they_are_installed_without_dependencies(root: str):
     known = pins("requirements-cpu.txt") | pins("requirements-dev.txt")

@@ -99,6 +99,7 @@ ALLOWED: dict[tuple[str, str, str], str] = {
     ("slime/rollout/fully_async_rollout.py", "AsyncRolloutWorker._on_done", "task.result"): FINISHED,
     ("slime/rollout/sglang_rollout.py", "_result_of", "task.result"): FINISHED,
     ("slime/rollout/tool_calls.py", "_in_time", "task.result"): FINISHED,
+    ("slime/rollout/mcp_tools.py", "_Connection._serve", "self._stop.wait"): "a session, until it is told to end",
     ("slime/processes/wait.py", "DaemonThreads.run", "call.result.result"): FINISHED,
     ("slime/rollout/sglang_rollout.py", "generate_rollout_async", "state.finished.get"): BOUNDED,
     ("slime/backends/megatron_utils/cp_utils.py", "slice_log_prob_with_cp", "keeps_whole.get"): "a ContextVar",

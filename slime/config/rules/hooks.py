@@ -82,21 +82,28 @@ def check_settings(values: dict[str, Any], hooks: Iterable[str]) -> Iterator[str
 
 
 def check_tool_function(
-    generate_paths: Iterable[str | None], path: str | None, protocol: type, signature_problem: SignatureProblem
+    generate_paths: Iterable[str | None],
+    path: str | None,
+    protocol: type,
+    signature_problem: SignatureProblem,
+    *,
+    has_servers: bool,
 ) -> Iterator[str]:
-    """slime.rollout.multi_turn, where a run uses it, has a tool function.
+    """slime.rollout.multi_turn, where a run uses it, has a tool function, or servers that have tools.
 
     Args:
         generate_paths: the run's custom generate functions.
         path: `tool_function_path` of the custom config.
         protocol: of the tool function.
+        has_servers: the custom config has `mcp`.
     """
     if not any(generate and generate.startswith(_MULTI_TURN) for generate in generate_paths):
         return
-    if path is None:
+    if path is None and not has_servers:
         yield (
             f"{_MULTI_TURN} needs a --custom-config-path file with tool_function_path: the path of "
-            "fn(args, sample, name, arguments), which makes the model's tool calls."
+            "fn(args, sample, name, arguments), which makes the model's tool calls; or with mcp, a list of servers."
         )
+    if path is None:
         return
     yield from check_hook("tool_function_path in --custom-config-path", path, protocol, signature_problem)
