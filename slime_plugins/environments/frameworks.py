@@ -220,7 +220,8 @@ class _OpenEnvEpisode:
         try:
             action = self._action(call)
         except ValueError as error:  # pydantic's: the model's arguments are wrong
-            return f"error: {error}"
+            parts = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in getattr(error, "errors", list)()]
+            return f"error: {'; '.join(parts) or error}"
         return _shown(self._act(action))
 
     def _action(self, call: dict[str, Any]) -> Any:

@@ -19,10 +19,11 @@ import asyncio
 import logging
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from slime.agent.gateway import Budget, Gateway, shared_gateway
 from slime.config.args import Args
-from slime.rollout.multi_turn import DEFAULT_MAX_TURNS, Conversation
+from slime.rollout.multi_turn import Conversation
 from slime.rollout.sampling.generation import GenerateState
 from slime.rollout.tool_calls import parse_tool_calls
 from slime.utils.async_utils import cancel_all
@@ -39,15 +40,11 @@ from slime_plugins.environments.process import (
     read_settings,
 )
 
-if TYPE_CHECKING:
-    from slime.agent.gateway import Gateway
-
 logger = logging.getLogger(__name__)
 Status = Sample.Status
 MODEL = "slime-actor"
 _LOOK_S = 0.2
-_CUT_OFF = ("max_turns", "length", "budget")
-_SAMPLING = ("temperature", "top_p", "max_tokens")
+_CUT_OFF = ("max_turns", "length")
 
 
 async def generate(
@@ -180,9 +177,8 @@ async def _take_turns(
         sample.metadata["tool_calls"] += len(calls)
         if answer["done"] or not answer["messages"]:
             return "done"
-        if not conversation.append(answer["messages"], params, evaluation):
-            is_last = sample.metadata["round_number"] >= (args.max_turns or DEFAULT_MAX_TURNS)
-            return "max_turns" if is_last else "length"
+        if reason := conversation.append(answer["messages"], params, evaluation):
+            return reason
         if GenerateState(args).aborted and not evaluation:
             return None
 
@@ -196,8 +192,6 @@ class _Play:
 
     async def run(self, process: EnvironmentProcess, task: int) -> Sample | list[Sample]:
         """Play it, and make the samples of its session."""
-        from slime.agent.gateway import Budget, shared_gateway
-
         args, sample = self.args, self.sample
         limit = args.eval_max_context_len if self.evaluation else args.rollout_max_context_len
         gateway = await shared_gateway(args)
@@ -209,7 +203,7 @@ class _Play:
         )
         try:
             result = await self._until_aborted(process, task, f"{gateway.url}/v1", key)
-            if result is None:
+            if result is None or gateway.end_reason(key) == "aborted":
                 sample.status, sample.end_reason = Status.ABORTED, "aborted"
                 return sample
             return await self._samples(gateway, key, result)
@@ -249,9 +243,9 @@ class _Play:
                 await process.tell("cancel", run=run)
 
     async def _samples(self, gateway: Gateway, key: str, result: dict[str, Any]) -> Sample | list[Sample]:
-        """The session's samples; an error of the episode that the end of its session caused is the policy's."""
-        args, ended, error = self.args, gateway.end_reason(key), result["error"]
-        if error is not None and ended not in _CUT_OFF:
+        """The session's samples; an error that the end of the session caused is not the environment's."""
+        args, error = self.args, result["error"]
+        if error is not None and gateway.end_reason(key) is None:
             return _failed(args, self.sample, EnvironmentFailure(error))
         samples = await gateway.finish_session(
             key,
@@ -262,8 +256,7 @@ class _Play:
         if not samples:
             return _failed(args, self.sample, EnvironmentFailure("the episode ended without a call of the model"))
         for one in samples:
-            one.status = Status.TRUNCATED if ended in _CUT_OFF else Status.COMPLETED
-            one.end_reason, one.train_metadata = ended or "done", self.sample.train_metadata
+            one.train_metadata = self.sample.train_metadata
             _note(one, metrics=result["metrics"])
         return samples[0] if len(samples) == 1 else samples
 
