@@ -9,6 +9,7 @@
 #                                        on NUM_NODES > 1 machines needs MASTER_ADDR, this machine's address for the others: the Ray
 #                                        head listens there, at MASTER_PORT (6379), and the others join by scripts/ray_worker.sh. Those
 #                                        of WORKERS="host host ..." are made to, over ssh.
+#                                        DRIVER=train_async.py runs that instead of train.py.
 #   slime_only_asks [flags of train.py]  succeeds if one of the flags only asks.
 #   slime_env_to_ask                     slime_env for that: a .venv that is complete is used as it is.
 #   slime_ray_start NUM_SLOTS [NUM_GPUS] start a Ray head of our own on free ports, with NUM_SLOTS slime_slot resources (0: none, the
@@ -67,7 +68,7 @@ slime_train() {
     fi
     if slime_only_asks "$@"; then
         slime_env_to_ask || return
-        (cd "$SLIME_ROOT" && "$PYTHON" train.py "$@")
+        (cd "$SLIME_ROOT" && "$PYTHON" "${DRIVER:-train.py}" "$@")
         return
     fi
     if [ "${NUM_NODES:-1}" -gt 1 ] && [ -z "${RAY_ADDRESS:-}${MASTER_ADDR:-}" ]; then
@@ -78,7 +79,7 @@ slime_train() {
     fi
     slime_env || return
     if [ -n "${RAY_ADDRESS:-}" ]; then
-        (cd "$SLIME_ROOT" && "$PYTHON" train.py "$@")
+        (cd "$SLIME_ROOT" && "$PYTHON" "${DRIVER:-train.py}" "$@")
         return
     fi
     slime_ray_start "${NUM_SLOTS:-0}" || return
@@ -86,7 +87,7 @@ slime_train() {
         slime_start_workers
         slime_wait_nodes "$(slime_num_machines)" || return
     fi
-    slime_submit "$PYTHON" train.py "$@"
+    slime_submit "$PYTHON" "${DRIVER:-train.py}" "$@"
 }
 
 # Prints how many machines are to join: NUM_NODES are those of the trainer, engines of their own may have more.

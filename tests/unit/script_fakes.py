@@ -17,7 +17,7 @@ SHORTENED = {"deepseek-v3-5layer": ("deepseek-v3", 5), "deepseek-v3-20layer": ("
 FAKE_PYTHON = """#!/usr/bin/env bash
 echo "$@" >>"$FAKE_LOG"
 case "$*" in
-    train.py*) printf '%s\\0' "$@" ;;
+    train.py* | train_async.py*) printf '%s\\0' "$@" ;;
     *is_free*) echo 1001 1002 1003 ;;
     *env_vars*) echo '{}' ;;
     *"job submit"*) bash "${@: -1}" ;;
@@ -71,10 +71,12 @@ def start_script(
     return done, log.read_text()
 
 
-def run_script(tmp_path: Path, name: str, *arguments: str, **environment: str) -> tuple[list[str], str]:
-    """(the flags with which a run script starts train.py, everything that python was told to do)."""
+def run_script(
+    tmp_path: Path, name: str, *arguments: str, driver: str = "train.py", **environment: str
+) -> tuple[list[str], str]:
+    """(the flags with which a run script starts its driver, everything that python was told to do)."""
     done, log = start_script(tmp_path, name, *arguments, **environment)
     assert done.returncode == 0, done.stderr
     program, *flags = done.stdout.split("\0")[:-1]
-    assert program == "train.py"
+    assert program == driver
     return flags, log

@@ -1,0 +1,53 @@
+"""The run scripts of examples that are scripts only: their flags fit each other, and are those that users know."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.config.parse import CommandLine
+from tests.unit.script_fakes import run_script, script_flags
+
+ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+# Script -> (model script, driver, flags of args).
+SCRIPTS = {
+    "fully_async/run-qwen2.5-0.5B-fully_async": (
+        "qwen2.5-0.5B",
+        "train_async.py",
+        {"rollout_function_path": ASYNC, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 3},
+    ),
+    "fully_async/run-qwen3.5-9B-fully_async": (
+        "qwen3.5-9B",
+        "train_async.py",
+        {"rollout_function_path": ASYNC, "actor_num_gpus_per_node": 4, "rollout_num_gpus": 4},
+    ),
+    "eval_multi_task/run-qwen3-4B-eval_multi_task": ("qwen3-4B", "train.py", {"eval_interval": 20}),
+    "delta_weight_sync/run-glm4.7-30B-A3B-delta": (
+        "glm4.7-30B-A3B",
+        "train.py",
+        {"update_weight_mode": "delta", "update_weight_transport": "disk", "rollout_num_gpus": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_flags_of_an_example_fit_each_other(tmp_path, name):
+    model, driver, expected = SCRIPTS[name]
+    where = {"SLIME_HOME": str(tmp_path), "LOCAL_DIR": str(tmp_path / "local")}
+    flags, _ = run_script(tmp_path, f"../examples/{name}", "--dry-run", driver=driver, **where)
+    assert flags[: len(script_flags(model))] == script_flags(model)
+    checked = CommandLine().check(flags)
+    assert (checked.problems.wrong, checked.problems.unsupported) == ([], [])
+    said = [text for text in checked.warnings() if not text.startswith("requests stay in flight during weight syncs")]
+    assert said == []
+    assert {key: vars(checked.args)[key] for key in expected} == expected
+
+
+def test_the_multi_task_evaluation_has_a_reward_for_each_set(tmp_path):
+    name = "../examples/eval_multi_task/run-qwen3-4B-eval_multi_task"
+    flags, _ = run_script(tmp_path, name, "--dry-run", SLIME_HOME=str(tmp_path))
+    datasets = CommandLine().check(flags).args.eval_datasets
+    assert [(d.name, d.rm_type, d.n_samples_per_eval_prompt, d.top_p) for d in datasets] == [
+        ("aime", "deepscaler", 16, 0.7),
+        ("gpqa", "gpqa", 2, 0.7),
+        ("ifbench", "ifbench", 1, 0.7),
+    ]
