@@ -17,13 +17,12 @@ import openai
 import pytest
 import torch
 
-from slime.agent.adapters import OpenAIAdapter
+from slime.agent.gateway import Budget, Gateway
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.utils.types import Sample
 from tests.integration.conftest import make_engine
 from tests.integration.launch import make_model
 from tests.rollout.chat_tokenizers import SPECIAL, family_tokenizer
-from tests.unit.agent_fakes import served
 
 TURNS = 30
 VOCAB = 1024
@@ -85,16 +84,15 @@ def converse(engine: SGLangEngine, family: str) -> tuple[list[str], list[Sample]
     """An agent of thirty turns that drops thoughts; (expressions that it was to compute, samples of its session)."""
     pattern, _, tool_parser, reasoning_parser = FAMILIES[family]
     tokenizer = family_tokenizer(family, ALL_TOKENS)
-    adapter = OpenAIAdapter(
-        tokenizer=tokenizer, sglang_url=engine.url, tool_parser=tool_parser, reasoning_parser=reasoning_parser
-    )
+    parsers: dict[str, Any] = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
+    gateway = Gateway(tokenizer=tokenizer, sglang_url=engine.url, **parsers).start()
     bias = {str(end): -1e9 for end in other_ends(family)}
     sampling = {"temperature": 1.0, "regex": pattern, "logit_bias": bias, "sampling_seed": 7, "max_new_tokens": 200}
-    sid = adapter.open_session(sampling_defaults=sampling)
+    key = gateway.open_session(sampling=sampling, budget=Budget(turns=TURNS))
     expressions: list[str] = []
-    with served(adapter.app) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key=sid, max_retries=0)
-        messages: list[Any] = [{"role": "user", "content": "Compute."}]
+    messages: list[Any] = [{"role": "user", "content": "Compute."}]
+    try:
+        client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0)
         for turn in range(TURNS):
             answer = client.chat.completions.create(model="m", messages=messages, tools=TOOLS).choices[0]  # type: ignore[call-overload]
             assert answer.finish_reason == "tool_calls", answer
@@ -107,7 +105,11 @@ def converse(engine: SGLangEngine, family: str) -> tuple[list[str], list[Sample]
             ]
             if turn % 10 == 9:
                 messages.append({"role": "user", "content": "Go on."})  # now a template drops the thoughts before it
-        samples = asyncio.run(adapter.finish_session(sid, base_sample=Sample(index=0), reward=1.0))
+        with pytest.raises(openai.RateLimitError, match="30 turns"):
+            client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+        samples = asyncio.run(gateway.finish_session(key, base_sample=Sample(index=0), reward=1.0))
+    finally:
+        gateway.stop()
     return expressions, samples
 
 
@@ -137,6 +139,7 @@ def expected_log_probs(model: Any, family: str, sample: Sample) -> list[float]:
     return expected
 
 
+@pytest.mark.timeout(400)
 def test_thirty_calls_by_the_engine_are_one_sample_with_the_trainers_log_probs(
     model: Path, engine: SGLangEngine
 ) -> None:
@@ -150,6 +153,7 @@ def test_thirty_calls_by_the_engine_are_one_sample_with_the_trainers_log_probs(
         assert (counts["turns"], counts["breaks"], counts["forks"], counts["masked_tokens"]) == (TURNS, 0, 0, 0)
         assert counts["template_drift"] > 0, f"{family}: its template would have dropped thoughts"
         assert not sample.metadata["ill_formed"]
+        assert (sample.end_reason, sample.status) == ("max_turns", Sample.Status.TRUNCATED)
         assert all(expression in sample.response for expression in expressions)
         expected = expected_log_probs(reference, family, sample)
         own = [p for p, bit in zip(sample.rollout_log_probs or (), sample.loss_mask or (), strict=True) if bit]
