@@ -31,20 +31,18 @@ class Prompt:
     Attributes:
         ids: token ids.
         messages: the request's, those that are known as they were first recorded.
+        digest: of the messages and the tools.
     """
 
     ids: list[int]
     messages: list[Message]
+    digest: bytes = b""
 
 
 @dataclass(frozen=True)
 class _Known:
     messages: list[Message]
     turn: TurnRecord
-
-    @property
-    def ids(self) -> list[int]:
-        return [*self.turn.prompt_ids, *self.turn.output_ids]
 
 
 class History:
@@ -62,17 +60,17 @@ class History:
             tools: chat tools; others than those of the known conversation make it another one.
             appends: False has the tokenizer render everything.
         """
-        known, count = self._find(messages, tools)
+        digests = _digests(messages, tools)
+        known, count = self._find(digests[:-1])
         new = messages[count:]
         if known is None:
-            return Prompt(render(tokenizer, messages, tools), messages)
+            return Prompt(render(tokenizer, messages, tools), messages, digests[-1])
         canonical = [*known.messages, *new]
         if appends and (tokens := self._continued(tokenizer, known, new, tools)) is not None:
-            return Prompt(tokens, canonical)
-        return Prompt(render(tokenizer, messages, tools), canonical)
+            return Prompt(tokens, canonical, digests[-1])
+        return Prompt(render(tokenizer, messages, tools), canonical, digests[-1])
 
-    def _find(self, messages: list[Message], tools: Tools) -> tuple[_Known | None, int]:
-        digests = _digests(messages[:-1], tools)
+    def _find(self, digests: list[bytes]) -> tuple[_Known | None, int]:
         for count in range(len(digests), 0, -1):
             if (known := self._known.get(digests[count - 1])) is not None:
                 return known, count
@@ -84,36 +82,34 @@ class History:
         head = [m for m in known.messages[: first_user + 1] if m["role"] != "assistant"]
         so_far = [*head, {"role": "assistant", "content": ""}]
         try:
-            ids = known.ids
-            return [*ids, *next_turn_tokens(tokenizer, so_far, new, tokens=ids, tools=tools)]
+            ids = [*known.turn.prompt_ids, *known.turn.output_ids]
+            ids += next_turn_tokens(tokenizer, so_far, new, tokens=ids, tools=tools)
+            return ids
         except ValueError as error:  # a template that wants calls before what tools say, or shows no such turn
             logger.warning("the session is rendered as a whole, which may begin a new sample: %s", error)
             return None
 
-    def add(self, messages: list[Message], tools: Tools, answer: Message, turn: TurnRecord) -> None:
+    def add(self, prompt: Prompt, answer: Message, turn: TurnRecord) -> None:
         """Remember a conversation that ends with the model's answer; of two with equal messages the first is kept."""
-        conversation = [*messages, answer]
-        self._known.setdefault(_digests(conversation, tools)[-1], _Known(conversation, turn))
+        known = _Known([*prompt.messages, answer], turn)
+        self._known.setdefault(_next(prompt.digest, answer), known)
 
 
 def _digests(messages: list[Message], tools: Tools) -> list[bytes]:
     """For each message the digest of the conversation up to it."""
     digest = hashlib.blake2b(_json(tools or []), digest_size=16).digest()
-    digests = []
-    for message in messages:
-        digest = hashlib.blake2b(digest + _canonical(message), digest_size=16).digest()
-        digests.append(digest)
-    return digests
+    return [digest := _next(digest, message) for message in messages]
 
 
-def _canonical(message: Message) -> bytes:
-    """Return the parts that equal messages share: role, text without thoughts, calls."""
+def _next(digest: bytes, message: Message) -> bytes:
+    """Add to a digest what equal messages share: role, text without thoughts, calls."""
     text = str(message.get("content") or "")
     if message["role"] == "assistant":
         text = text.rpartition("</think>")[2]
+    said = text.strip().encode(errors="surrogatepass")
     calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-    said = [message["role"], text.strip(), [[call.get("name"), call.get("arguments")] for call in calls]]
-    return _json(said)
+    rest = [message["role"], len(said), [[call.get("name"), call.get("arguments")] for call in calls]]
+    return hashlib.blake2b(b"".join((digest, _json(rest), said)), digest_size=16).digest()
 
 
 def _json(value: Any) -> bytes:

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
-from slime.agent.history import History, render
+from slime.agent.history import History, Prompt, _digests, render
 from slime.agent.trajectory import TurnRecord
 from slime.utils.processing_utils import render_chat
 from tests.rollout.chat_tokenizers import SPECIAL, family_tokenizer
@@ -199,7 +199,7 @@ def test_only_what_is_new_is_tokenised(monkeypatch):
         prompt = history.prompt(tokenizer, messages, None, appends=True)
         output = tokenizer.encode("It is 144." * (turn + 1) + "<|im_end|>", add_special_tokens=False)
         answer = {"role": "assistant", "content": "It is 144." * (turn + 1)}
-        history.add(prompt.messages, None, answer, TurnRecord(prompt.ids, output, "stop"))
+        history.add(prompt, answer, TurnRecord(prompt.ids, output, "stop"))
         messages = [*messages, answer, QUESTION]
         encoded.append(len(prompt.ids))
     texts = []
@@ -211,7 +211,7 @@ def test_only_what_is_new_is_tokenised(monkeypatch):
 def test_other_tools_are_another_conversation():
     tokenizer, history = family_tokenizer("qwen3"), History()
     answer = {"role": "assistant", "content": "144"}
-    history.add([QUESTION], TOOLS, answer, TurnRecord([1, 2], [3], "stop"))
+    history.add(Prompt([1, 2], [QUESTION], _digests([QUESTION], TOOLS)[-1]), answer, TurnRecord([1, 2], [3], "stop"))
     messages = [QUESTION, answer, QUESTION]
     assert history.prompt(tokenizer, messages, TOOLS, appends=True).ids[:3] == [1, 2, 3]
     assert history.prompt(tokenizer, messages, None, appends=True).ids == render(tokenizer, messages, None)

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import logging
+import random
 import socket
 import threading
 import time
@@ -276,10 +277,11 @@ def test_a_client_that_lost_its_connection_gets_the_answer_when_it_comes_again()
         assert sample.metadata["agent"]["turns"] == 1
 
 
-def hung_up(server, key, body=None):
+def hung_up(server, key, body=None, attempt=0):
     """A client that sends a request and closes its connection at the end of the block."""
     data = json.dumps(body or {"messages": ASK}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n"
+    head += f"X-Stainless-Retry-Count: {attempt}\r\n\r\n"
     client = socket.create_connection(("127.0.0.1", server.port), timeout=5)
     client.sendall(head.encode() + data)
     return client
@@ -457,3 +459,65 @@ def test_the_shared_gateway_is_made_of_the_runs_flags(monkeypatch):
         server.stop()
     finally:
         gateway_module._Shared.clear_instances()
+
+
+def test_a_gateway_that_stops_in_a_turn_keeps_the_turns_before_it():
+    with gateway(["a", "b"]) as (server, engine), ThreadPoolExecutor(1) as pool:
+        key = opened(server)
+        assert send(server, CHAT, key)[0] == 200
+        engine.delay_s = 1.0
+        asked = pool.submit(send, server, CHAT, key, {"messages": [*ASK, {"role": "assistant", "content": "a"}, *ASK]})
+        until(lambda: len(engine.requests) == 2)
+        server.stop()
+        with pytest.raises((OSError, http.client.HTTPException, ValueError)):
+            asked.result()
+        [sample] = finish(server, key)
+        assert (sample.response, sample.metadata["agent"]["turns"]) == ("a", 1) and finish(server, key) == []
+
+
+def test_agents_that_hang_up_and_come_again_before_an_engine_that_fails_lose_and_double_no_turn():
+    dice, num_turns = random.Random(7), 6
+    with gateway([f"answer {i}" for i in range(1000)], delay_s=0.02) as (server, engine):
+
+        def agent(key, seed):
+            own, messages, stream = random.Random(seed), list(ASK), bool(seed % 2)
+            for _ in range(num_turns):
+                body = {"messages": messages, "stream": stream}
+                for attempt in range(own.randrange(3)):
+                    if own.random() < 0.2:
+                        engine.failures.append((500, "x"))
+                    with hung_up(server, key, body, attempt):
+                        time.sleep(own.random() * 0.05)
+                answer = send(server, CHAT, key, {"messages": messages}, **{"X-Stainless-Retry-Count": "3"})[1]
+                messages = [*messages, {"role": "assistant", "content": text_of(answer)}, *ASK]
+
+        keys = [opened(server, evaluation=dice.random() < 0.5) for _ in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(agent, keys, range(8)))
+        for key in keys:
+            [sample] = finish(server, key)
+            agent_of = sample.metadata["agent"]
+            assert [agent_of[name] for name in ("turns", "forks", "breaks", "masked_tokens")] == [num_turns, 0, 0, 0]
+        assert server.sessions.inflight == {} and server.sessions.store == {}
+
+
+@pytest.mark.parametrize("history", ["append", "render"])
+def test_sub_agents_that_run_at_once_in_a_session_are_branches_of_their_own(history):
+    with gateway([f"answer {i}" for i in range(50)], delay_s=0.02, history=history) as (server, _):
+        key = opened(server, budget=Budget(turns=12))
+
+        def agent(name):
+            messages = [{"role": "system", "content": name}, *ASK]
+            client = openai_client(server, key)
+            for _ in range(3):
+                with client.chat.completions.stream(model="m", messages=messages) as events:
+                    said = events.get_final_completion().choices[0].message.content
+                messages = [*messages, {"role": "assistant", "content": said}, *ASK]
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(agent, "abcd"))
+        assert send(server, CHAT, key)[0] == 429
+        samples = finish(server, key)
+        agents = [sample.metadata["agent"] for sample in samples]
+        assert [agent["turns"] for agent in agents] == [3] * 4 and sum(agent["forks"] for agent in agents) == 3
+        assert {sample.end_reason for sample in samples} == {"max_turns"}

@@ -114,7 +114,7 @@ class Sessions:
             sid, turn=turn, prompt_messages=prompt.messages, response_message=message, metadata=metadata
         )
         if message is not None:
-            session.history.add(prompt.messages, tools, message, turn)
+            session.history.add(prompt, message, turn)
         return True
 
     async def finish(

@@ -1,0 +1,185 @@
+"""Measure the gateway for agents: its CPU time of a turn by sessions and by context, and breaks per 1,000 turns.
+
+    python benchmarks/agent_gateway.py [--turns 4000] [--family qwen3]
+
+The engine answers at once with 64 fixed ids over HTTP; engine and clients are another process. So the CPU time of this
+process is all that the gateway adds to a turn: parsing, matching, tokenising, both sides of HTTP, recording. CPU time
+changes little with other work on the machine, the time of the clock does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+TOOL_TEXT = "line of a tool's output " * 8
+OUTPUT = 64
+Messages = list[dict[str, Any]]
+
+
+async def read_http(reader: asyncio.StreamReader) -> bytes:
+    """The body of the next request or answer."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    [length] = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+    return await reader.readexactly(int(length.partition(b":")[2]))
+
+
+def http(first_line: str, body: bytes, *headers: str) -> bytes:
+    """A request or an answer."""
+    lines = [first_line, f"Content-Length: {len(body)}", "Content-Type: application/json", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+async def peer(ids: list[int]) -> None:
+    """The other process: the engine, and the clients that this one tells what to do."""
+    pairs = [[-0.5, token, None] for token in ids]
+    meta = {"output_token_logprobs": pairs, "finish_reason": {"type": "stop"}, "completion_tokens": len(ids)}
+    answer = http("HTTP/1.1 200 OK", json.dumps({"meta_info": meta}).encode())
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while not reader.at_eof():
+            try:
+                await read_http(reader)
+            except asyncio.IncompleteReadError:
+                break
+            writer.write(answer)
+        writer.close()
+
+    engine = await asyncio.start_server(serve, "127.0.0.1", 0, limit=2**26)
+    print(engine.sockets[0].getsockname()[1], flush=True)
+    clients: dict[str, Client] = {}
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        order = json.loads(line)
+        for key in order["keys"]:
+            if key not in clients:
+                clients[key] = Client(order["port"], key, order["context"])
+        began = time.perf_counter()
+        await asyncio.gather(*(clients[key].run(order["turns"]) for key in order["keys"]))
+        print(time.perf_counter() - began, flush=True)
+        clients = {key: client for key, client in clients.items() if not order["is_last"]}
+
+
+class Client:
+    """An agent that sends its whole conversation, without thoughts, over one connection."""
+
+    def __init__(self, port: int, key: str, context: str) -> None:
+        self.port, self.key = port, key
+        self.messages: Messages = [{"role": "user", "content": context}]
+        self.connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def run(self, turns: int) -> None:
+        """Make a number of turns."""
+        self.connection = self.connection or await asyncio.open_connection("127.0.0.1", self.port, limit=2**26)
+        reader, writer = self.connection
+        for _ in range(turns):
+            body = json.dumps({"model": "m", "messages": self.messages}).encode()
+            writer.write(
+                http("POST /v1/chat/completions HTTP/1.1", body, f"Authorization: Bearer {self.key}", "Host: x")
+            )
+            message = json.loads(await read_http(reader))["choices"][0]["message"]
+            self.messages += [
+                {"role": "assistant", "content": message["content"]},
+                {"role": "user", "content": TOOL_TEXT},
+            ]
+
+
+class Bench:
+    """A gateway before the other process.
+
+    Args:
+        family: whose chat template is used.
+    """
+
+    def __init__(self, family: str) -> None:
+        from slime.agent.gateway import Gateway
+        from tests.rollout.chat_tokenizers import family_tokenizer
+
+        self.tokenizer = family_tokenizer(family)
+        text = "<think>\nhm\n</think>\n\n" + "word " * OUTPUT
+        self.ids = self.tokenizer.encode(text, add_special_tokens=False)[: OUTPUT - 1]
+        self.ids += self.tokenizer.encode("<|im_end|>", add_special_tokens=False)
+        command = [sys.executable, __file__, "--peer", json.dumps(self.ids)]
+        self.peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        engine = f"http://127.0.0.1:{self._answer()}"
+        self.gateway = Gateway(tokenizer=self.tokenizer, sglang_url=engine).start()
+
+    def _answer(self) -> str:
+        assert self.peer.stdout is not None
+        return self.peer.stdout.readline().strip()
+
+    def order(self, keys: list[str], context: str, turns: int, *, is_last: bool) -> tuple[float, float]:
+        """(CPU seconds of this process, seconds by the clock) of some turns in each session."""
+        assert self.peer.stdin is not None
+        order = {"port": self.gateway.port, "keys": keys, "context": context, "turns": turns, "is_last": is_last}
+        cpu = time.process_time()
+        print(json.dumps(order), file=self.peer.stdin, flush=True)
+        wall = float(self._answer())
+        return time.process_time() - cpu, wall
+
+    def row(self, sessions: int, tokens: int, turns: int) -> tuple[float, str]:
+        """(us of CPU a turn, a row of the table): all sessions at once, their first turn not counted."""
+        from slime.utils.types import Sample
+
+        per_token = len(self.tokenizer.encode(TOOL_TEXT)) / len(TOOL_TEXT)
+        context = (TOOL_TEXT * (int(tokens / per_token) // len(TOOL_TEXT) + 1))[: int(tokens / per_token)]
+        keys = [self.gateway.open_session(sampling={"temperature": 1.0}) for _ in range(sessions)]
+        self.order(keys, context, 1, is_last=False)
+        each = max(turns // sessions, 2)
+        cpu, wall = self.order(keys, context, each, is_last=True)
+
+        async def finish() -> list[Sample]:
+            finished = [await self.gateway.finish_session(key, base_sample=Sample(index=0)) for key in keys]
+            return [sample for samples in finished for sample in samples]
+
+        samples = asyncio.run(finish())
+        agents = [sample.metadata["agent"] for sample in samples]
+        assert sum(agent["turns"] for agent in agents) == sessions * (each + 1), "a turn is lost or doubled"
+        breaks = 1000 * sum(agent["breaks"] + agent["forks"] for agent in agents) / (sessions * (each + 1))
+        cost = cpu / sessions / each * 1e6
+        cells = (
+            sessions,
+            f"{tokens:,}",
+            sessions * each,
+            f"{cost:.0f}",
+            f"{wall / sessions / each * 1e6:.0f}",
+            breaks,
+        )
+        return cost, "| " + " | ".join(map(str, cells)) + " |"
+
+
+def main() -> None:
+    """Print the table and the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=4000, help="of a row, spread over its sessions")
+    parser.add_argument("--family", default="qwen3", help="whose chat template (tests/fixtures/chat_templates)")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.peer:
+        asyncio.run(peer(json.loads(args.peer)))
+        return
+    bench = Bench(args.family)
+    costs = {}
+    print("| sessions | tokens of context | turns | us CPU a turn | us by the clock | breaks per 1,000 turns |")
+    print("|---|---|---|---|---|---|")
+    for sessions, tokens, turns in ((1, 1000, 200), (100, 1000, args.turns), (256, 1000, args.turns),
+                                    (1000, 1000, args.turns), (1, 100_000, 40), (4, 100_000, 40)):  # fmt: skip
+        costs[sessions, tokens], row = bench.row(sessions, tokens, turns)
+        print(row, flush=True)
+    print(f"100k tokens / 1k tokens of context, one session: {costs[1, 100_000] / costs[1, 1000]:.1f}")
+    print(f"1,000 sessions / 100 sessions: {costs[1000, 1000] / costs[100, 1000]:.2f}")
+    print(f"256 sessions: {costs[256, 1000]:.0f} us (aim 600)")
+    bench.gateway.stop()
+    bench.peer.kill()
+
+
+if __name__ == "__main__":
+    main()
