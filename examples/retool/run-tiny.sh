@@ -7,14 +7,14 @@
 #   OUTPUT      directory of everything that is made               (outputs/retool)
 #   SEED        seed of model, demonstrations and sampling         (0)
 #   SFT_STEPS   train steps on demonstrations, a multiple of 10    (250)
-#   GRPO_STEPS  GRPO steps                                         (12)
+#   GRPO_STEPS  GRPO steps                                         (8)
 #   SFT_FROM    OUTPUT of an earlier run: start from its SFT model instead of making one
 #   GRPO_FLAGS  more flags for the GRPO run
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 . scripts/common.sh
 
-OUTPUT="${OUTPUT:-outputs/retool}" SEED="${SEED:-0}" SFT_STEPS="${SFT_STEPS:-250}" GRPO_STEPS="${GRPO_STEPS:-12}"
+OUTPUT="${OUTPUT:-outputs/retool}" SEED="${SEED:-0}" SFT_STEPS="${SFT_STEPS:-250}" GRPO_STEPS="${GRPO_STEPS:-8}"
 SFT_FROM="${SFT_FROM:-}" GRPO_FLAGS="${GRPO_FLAGS:-}"
 if [ $((SFT_STEPS % 10)) -ne 0 ]; then
     echo "error: SFT_STEPS=$SFT_STEPS: it must be a multiple of 10" >&2
