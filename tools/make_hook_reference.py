@@ -54,6 +54,7 @@ SHIPPED = {
         "slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout",
     ],
     "--custom-generate-function-path": [
+        "slime.agent.generate",
         "slime.rollout.multi_turn.generate",
         "slime.rollout.sglang_streaming_rollout.generate_streaming",
     ],

@@ -53,6 +53,7 @@ FINISHED = "of a task that has finished"
 BOUNDED = "the driver waits for it with a deadline, and its watchdog notices that no sample finishes"
 ALLOWED: dict[tuple[str, str, str], str] = {
     ("slime/agent/sandbox/http.py", "HttpSandbox.__aenter__", "aiohttp.ClientTimeout"): "each request has its own",
+    ("slime/agent/rollout.py", "Execution._attempt", "task.result"): FINISHED,
     ("slime/agent/sandbox/pool.py", "SandboxPool._discard", "task.result"): FINISHED,
     ("slime/agent/sandbox_server.py", "SandboxServer._close", "held.opening.result"): FINISHED,
     ("slime/backends/megatron_utils/update_weight/engine_group.py", "_Steps.wait", "mine.result"): FINISHED,

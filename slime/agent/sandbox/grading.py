@@ -17,9 +17,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Protocol
+from typing import Any, Protocol
 
 from slime.agent.sandbox.results import TMP, ExecResult, SandboxError, SandboxTimeout
+from slime.utils.types import Sample
 
 # What Python and pytest run or read by themselves, wherever it lies: an agent's are not taken over.
 STARTUP_FILES = (
@@ -31,6 +32,16 @@ STARTUP_FILES = (
     "tox.ini",
     "*.pth",
 )
+GRADERS = ("tests", "command")
+WORKDIR = "/workspace"
+# entry of a row's metadata, its type, what to call that
+_ENTRIES: tuple[tuple[str, type, str], ...] = (
+    *((name, str, "text") for name in ("problem_statement", "workdir", "image", "eval_cmd")),
+    *((name, dict, "mapping from paths to texts") for name in ("files", "tests")),
+    *((name, list, "list of texts") for name in ("pre_commands", "expected")),
+)
+PREPARE_S = 600.0
+_IDENTITY = "-c user.name=slime -c user.email=slime@localhost"
 _REPORTER = """
 import json
 _outcomes = {{}}
@@ -68,6 +79,56 @@ class GradingSandbox(Protocol):
 
 
 @dataclass(frozen=True)
+class Task:
+    """What an agent is asked to do, and how its work is graded: a row of the data.
+
+    Attributes:
+        prompt: `problem_statement` of the metadata, else what the row's prompt says.
+        workdir: where it works, in the sandbox.
+        image: of backends that have images.
+        files: path below `workdir` -> text, written before it begins.
+        pre_commands: run after that.
+        tests: path below `workdir` -> text: the original tests, written when it has ended.
+        expected: tests by pytest's names that must pass.
+        eval_cmd: a command that succeeds where the work is good.
+    """
+
+    prompt: str
+    workdir: str = WORKDIR
+    image: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    pre_commands: Sequence[str] = ()
+    tests: Mapping[str, str] = field(default_factory=dict)
+    expected: Sequence[str] = ()
+    eval_cmd: str | None = None
+
+    @classmethod
+    def of(cls, sample: Sample) -> Task:
+        """The task of a row.
+
+        Raises:
+            ValueError: its metadata has an entry of another kind, with the entry's name.
+        """
+        metadata = sample.metadata
+        for name, kind, what in _ENTRIES:
+            if not isinstance(metadata.get(name, kind()), kind):
+                raise ValueError(f"metadata[{name!r}] of sample {sample.index} is no {what}")
+        for path in (*metadata.get("files", ()), *metadata.get("tests", ())):
+            if path.startswith("/") or ".." in path.split("/"):
+                raise ValueError(f"metadata of sample {sample.index}: {path!r} is no path below the work directory")
+        known = {name: metadata[name] for name, _, _ in _ENTRIES if metadata.get(name)}
+        prompt = known.pop("problem_statement", None) or _said(sample.prompt)
+        return cls(prompt=prompt, **known)
+
+
+def _said(prompt: str | list[dict[str, Any]]) -> str:
+    """What a row's prompt says: the text, or what its user's messages say."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(str(message["content"]) for message in prompt if message["role"] != "assistant")
+
+
+@dataclass(frozen=True)
 class Grade:
     """The result of a grading.
 
@@ -80,6 +141,21 @@ class Grade:
     solved: bool
     reason: str
     outcomes: dict[str, str] = field(default_factory=dict)
+
+
+async def prepare(sandbox: GradingSandbox, task: Task) -> str:
+    """Make a task's work directory a git repository in which everything is committed; returns the commit.
+
+    Raises:
+        SandboxError: that failed.
+    """
+    at = shlex.quote(task.workdir)
+    for path, text in task.files.items():
+        await sandbox.write_file(str(PurePosixPath(task.workdir) / path), text)
+    commands = [f"mkdir -p {at} && cd {at}", *(f"( {command}\n)" for command in task.pre_commands), "git init -q ."]
+    commands += ["git add -A", f"git {_IDENTITY} commit -q --no-verify --allow-empty -m start", "git rev-parse HEAD"]
+    _, commit, _ = await sandbox.exec(" && ".join(commands), timeout=PREPARE_S, check=True)
+    return commit.split()[-1]
 
 
 async def take_diff(sandbox: GradingSandbox, workdir: str, *, base: str = "HEAD", exclude: Sequence[str] = ()) -> str:
@@ -146,6 +222,23 @@ async def grade_tests(
         return Grade(False, "timeout")
     await sandbox.kill_all()
     return await _judge(sandbox, f"{at}/report.json", expected)
+
+
+async def grade_command(sandbox: GradingSandbox, workdir: str, *, diff: str, command: str, timeout: float) -> Grade:
+    """Run a command on the repository in `workdir` of a clean sandbox, with the agent's changes: 0 is solved.
+
+    A program that the agent has changed may forge an exit code; `grade_tests` asks for a report.
+
+    Raises:
+        SandboxError: the sandbox failed, which says nothing about the agent.
+    """
+    if diff and not await _apply(sandbox, workdir, diff):
+        return Grade(False, "the changes do not apply")
+    try:
+        code, _, err = await sandbox.exec(f"cd {shlex.quote(workdir)} && {command}", timeout=timeout)
+    except SandboxTimeout:
+        return Grade(False, "timeout")
+    return Grade(code == 0, f"exit code {code}: {err[-200:]}" if code else "passed")
 
 
 async def _apply(sandbox: GradingSandbox, workdir: str, diff: str) -> bool:

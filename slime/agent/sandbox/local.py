@@ -59,7 +59,7 @@ _START_S = 30.0
 _KILLED = 137
 _REMEDY = (
     "allow it (docs/sandbox.md, 'What the kernel must allow'), choose another backend, or pass unsafe=True"
-    " to do without that protection"
+    " (--sandbox-unsafe) to do without that protection"
 )
 
 

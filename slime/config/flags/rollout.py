@@ -196,6 +196,17 @@ class RolloutFlags:
     agent_gateway_port: int = flag(
         0, "its port; 0 takes a free one", at_least=0, at_most=65535, needs="custom_generate_function_path"
     )
+    agent_harness: str | None = flag(
+        None,
+        "agent of slime.agent.generate, before the custom config's: claude_code, codex, mini_swe_agent, opencode, "
+        "scripted, or module:function of a program of your own",
+        needs="custom_generate_function_path",
+    )
+    sandbox_unsafe: bool = flag(
+        False,
+        "local sandboxes of slime.agent.generate do without the protections that this host's kernel refuses",
+        needs="custom_generate_function_path",
+    )
     max_dynamic_sampling_rounds: int = flag(
         100,
         "give up when the filter, or --on-untrusted-reward drop, has dropped this many batches of groups in a rollout",
