@@ -121,7 +121,8 @@ class Execution:
         self.sampling = {name: value for name, value in sampling_params.items() if value is not None}
         self.places = Places(settings.at_a_time)
         self.seconds = settings.budgets.seconds or AGENT_S
-        self.max_context_tokens, self.reward_key, self.key = 0, None, ""
+        self.max_context_tokens, self.key = 0, ""
+        self.reward_key: str | None = None
 
     @functools.cached_property
     def harness(self) -> BaseHarness:
@@ -328,8 +329,9 @@ class Execution:
             reason = reason if reason in _UNTRUSTED else "env_error"
             samples = [_without_turns(sample, kept | {"agent_error": "the agent made no call"} | outcome.metadata)]
         for one in samples:
-            one.end_reason, one.reward_is_trusted = reason, reason not in _UNTRUSTED
-            one.status = Status.TRUNCATED if reason in _CUT_OFF else Status.COMPLETED
+            if reason != "done" or one.end_reason is None:  # else the gateway's: how the last turn ended
+                one.end_reason, one.status = reason, Status.TRUNCATED if reason in _CUT_OFF else Status.COMPLETED
+            one.reward_is_trusted = one.end_reason not in _UNTRUSTED
             one.custom_rm_path, one.train_metadata = sample.custom_rm_path, sample.train_metadata
             if not one.reward_is_trusted:
                 one.reward = self._number(0.0)
