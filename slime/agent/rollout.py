@@ -27,7 +27,7 @@ from slime.agent.harness import BaseHarness, make_harness
 from slime.agent.sandbox import EXIT_TIME_BUDGET_EXCEEDED, GatewayAccess, make_sandbox
 from slime.agent.sandbox.grading import Grade, Task, grade_command, grade_tests, prepare, take_diff
 from slime.agent.sandbox.results import SandboxError
-from slime.agent.settings import AGENT_S, Settings, check_args, read_settings
+from slime.agent.settings import AGENT_S, Settings, read_settings
 from slime.config.args import Args
 from slime.processes.wait import DaemonThreads
 from slime.rollout.hooks.signatures import is_async
@@ -91,9 +91,6 @@ async def generate(
     execution = Execution(args, sample, sampling_params, settings=read_settings(args), evaluation=evaluation)
     execution.max_context_tokens, execution.reward_key = limit or 0, args.reward_key
     return await execution.run()
-
-
-generate.check_args = check_args  # type: ignore[attr-defined]
 
 
 class Execution:
