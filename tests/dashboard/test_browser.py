@@ -5,18 +5,16 @@ They are skipped where there is no Chromium; SLIME_REQUIRE_BROWSER=1 (.ci/run) m
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote
 
 import pytest
 
@@ -24,9 +22,9 @@ from benchmarks.viewer import sample_rows, write_rollout
 from slime.checkpoints.rollout_files import samples_path, write_tables
 from slime.observability.rollout_records.schema import PLAIN, SAMPLES, table_of
 from tests.dashboard.run_files import records_of_rollout, write_lines, write_run
+from tests.dashboard.visitors import Visitor, chromium, require_browser
 
 ROOT = Path(__file__).resolve().parents[2]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SLOW_MACHINE = 4  # Limits of time hold on a quiet machine (benchmarks/viewer.py); a suite shares its cores.
 UNNAMED = """[...document.querySelectorAll('button, input, select, a')].filter((element) =>
     !element.getAttribute('aria-label') && !element.textContent.trim() && !element.labels?.length).length"""
@@ -35,65 +33,31 @@ HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title=
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    if CHROMIUM is None or importlib.util.find_spec("playwright") is None:
-        why = "there is no Chromium, or no playwright: apt-get install chromium; pip install -r requirements-dev.txt"
-        (pytest.fail if os.environ.get("SLIME_REQUIRE_BROWSER") else pytest.skip)(why)
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+    require_browser()
+    with chromium() as started:
         yield started
-        started.close()
-
-
-class Visitor:
-    """A tab over the runs in a directory; what its console says and which hosts it asks is noted."""
-
-    def __init__(self, browser: Any, directory: Path) -> None:
-        command = [sys.executable, "-m", "slime.dashboard", str(directory)]
-        self._server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        assert self._server.stdout is not None
-        found = re.search(r"(http\S+/)\?token=\S+", self._server.stdout.readline())
-        assert found is not None
-        self.base = found[1]
-        self.wrong: list[str] = []
-        self.tab = browser.new_page(viewport={"width": 1200, "height": 900})
-        self.tab.on("console", lambda message: self.wrong.append(message.text))
-        self.tab.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.tab.on("request", self._note)
-        self.tab.goto(found[0])
-        self.tab.wait_for_selector("h1")
-
-    def _note(self, request: Any) -> None:
-        if not request.url.startswith(("data:", "blob:")) and urlsplit(request.url).hostname != "127.0.0.1":
-            self.wrong.append(f"asked {request.url}")
-
-    def show(self, address: str) -> Any:
-        """Go to a page."""
-        self.tab.goto(f"{self.base}{address}")
-        self.tab.wait_for_selector("main:not([aria-busy]) h1")
-        return self.tab
-
-    def close(self) -> None:
-        """End it; nothing may have gone wrong."""
-        self.tab.close()
-        self._server.terminate()
-        self._server.wait(10)
-        assert not self.wrong
 
 
 @pytest.fixture
-def visit(browser: Any) -> Iterator[Any]:
-    visitors: list[Visitor] = []
+def visit(browser: Any) -> Iterator[Callable[[Path], Visitor]]:
+    """Opens the runs in a directory; nothing may go wrong in a tab."""
+    with ExitStack() as visits:
 
-    def begin(directory: Path) -> Visitor:
-        visitors.append(Visitor(browser, directory))
-        return visitors[-1]
+        def begin(directory: Path) -> Visitor:
+            command = [sys.executable, "-m", "slime.dashboard", str(directory)]
+            server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+            visits.callback(server.wait, 10)
+            visits.callback(server.terminate)
+            assert server.stdout is not None
+            found = re.search(r"http\S+/\?token=\S+", server.stdout.readline())
+            assert found is not None
+            visitors.append(Visitor(browser, found[0]))
+            visits.callback(visitors[-1].tab.close)
+            return visitors[-1]
 
-    yield begin
-    for visitor in visitors:
-        visitor.close()
+        visitors: list[Visitor] = []
+        yield begin
+    assert not [wrong for visitor in visitors for wrong in visitor.wrong]
 
 
 def test_curves_move_while_the_run_goes_on_and_lead_to_samples_and_tokens(tmp_path: Path, visit: Any) -> None:
@@ -184,3 +148,15 @@ def test_hostile_texts_are_shown_as_texts(tmp_path: Path, visit: Any) -> None:
     assert "onerror" in tab.inner_text("main")
     assert tab.locator("main img, main script").count() == 0 and "owned" not in tab.title()
     assert len(tab.inner_text("main")) < 200_000  # of 10 MB
+
+
+def test_fifty_runs_are_one_view(tmp_path: Path, visit: Any) -> None:
+    for number in range(50):
+        write_run(tmp_path / f"run-{number:02}", 3, flags={"lr": number})
+    visitor = visit(tmp_path)
+    ids = visitor.tab.evaluate("fetch('api/runs').then((a) => a.json()).then((a) => a.runs.map((run) => run.id))")
+    others = ",".join(map(quote, ids[1:]))
+    tab = visitor.show(f"#/curves/{ids[0]}?with={quote(others)}")
+    tab.locator("figure[data-metric='rollout/raw_reward'] canvas").wait_for()
+    assert len(ids) == tab.locator(".side input[type=checkbox]:checked").count() == 50
+    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -331,17 +331,54 @@ class MlflowServer:
         self._server.server_close()
 
 
-@pytest.mark.timeout(300)
-def test_every_library_takes_a_run_without_a_server_in_one_process(tmp_path: Path, monkeypatch, caplog):
-    """The real packages in the real process; what they have written is read back with their own code."""
+NAMES = ["mlflow", "swanlab", "trackio"]  # besides W&B and TensorBoard
+
+
+def args_of_every_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for package in ("wandb", "tensorboard", "mlflow", "swanlab", "trackio"):
         pytest.importorskip(package)
     for name, value in {"SWANLAB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio")}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    names = ["mlflow", "swanlab", "trackio"]
     flags = {"use_wandb": True, "use_tensorboard": True, "tb_project_name": str(tmp_path / "tb")}
-    args = make_args(tmp_path, tracker=names, **flags)
+    return make_args(tmp_path, tracker=NAMES, **flags)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_library_has_the_whole_run_after_its_process_was_stopped_and_killed(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(client, "RESTARTS_S", (0.05,))
+    args = args_of_every_library(tmp_path, monkeypatch)
+    init_tracking(args)
+    running = logging_utils._tracking.writer
+    assert running is not None
+    log_steps(args, range(3))
+    until(lambda: all(state.count_left(tmp_path, name) == 0 for name in ("tensorboard", "mlflow")), 300.0)
+    first = running.pid
+    os.kill(first, signal.SIGSTOP)
+    begun = time.monotonic()
+    log_steps(args, range(3, 6))
+    assert time.monotonic() - begun < 5, "the run waits for no tracker"
+    os.kill(first, signal.SIGCONT)
+    os.kill(first, signal.SIGKILL)
+    log_steps(args, range(6, 9))
+    until(lambda: running.pid != first)
+    finish_tracking()
+    points = {(step, step / 2) for step in range(9)}
+    for name in (*NAMES, "wandb", "tensorboard"):
+        assert state.count_left(tmp_path, name) == 0, name
+    assert set(tensorboard_points(tmp_path / "tb", "train/loss")) == points
+    assert set(trackio_points(tmp_path.name, "train/loss")) == points
+    place = state.read_place(tmp_path, "mlflow")
+    assert place is not None and place.run is not None
+    lines = next((tmp_path / "mlruns").rglob(f"{place.run}/metrics/train/loss")).read_text().splitlines()
+    assert {(int(line.split()[2]), float(line.split()[1])) for line in lines} == points, "all in the run that it had"
+
+
+@pytest.mark.timeout(300)
+def test_every_library_takes_a_run_without_a_server_in_one_process(tmp_path: Path, monkeypatch, caplog):
+    """The real packages in the real process; what they have written is read back with their own code."""
+    args, names = args_of_every_library(tmp_path, monkeypatch), NAMES
     init_tracking(args)
     log_steps(args, range(3))
     log(args, {"eval/step": 3, "eval/a-pass@2": 0.5}, "eval/step")
