@@ -35,7 +35,7 @@ from slime.config.args import Args
 from slime.observability.rollout_records.recorder import RecordWriter, index_of
 from slime.observability.rollout_records.schema import PER_TOKEN, PLAIN_TRAINER, TRAINER, table_of
 from slime.training.micro_batches import SCHEDULE_KEYS, MicroBatches
-from slime.utils.accelerator import device_name
+from slime.utils.accelerator import gpu_name
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.flops_utils import calculate_fwd_flops, calculate_prediction_flops, calculate_train_flops, peak_tflops
 
@@ -160,7 +160,7 @@ def perf_metrics(
         if args.enable_mtp_training:
             tflops += calculate_prediction_flops(seqlens, sum(response_lengths), args) / devices / 1e12
         metrics["perf/actor_train_tflops"] = args.ppo_epochs * tflops / training_s
-        if peak := peak_tflops(device_name()):
+        if peak := peak_tflops(gpu_name()):
             metrics["perf/actor_train_mfu"] = metrics["perf/actor_train_tflops"] / peak
         metrics["perf/actor_train_tok_per_s"] = tokens_per_s
         metrics["perf/actor_train_tok_per_gpu_per_sec"] = tokens_per_s / devices

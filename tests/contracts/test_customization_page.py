@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
 from slime.observability.logging_utils import init_tracking
+from slime.utils.types import Sample
 from tests.contracts.rollout_world import World, rollout, train_data
 
 PAGE = (Path(__file__).parents[2] / "docs" / "customization.md").read_text()
@@ -57,6 +60,23 @@ def test_the_metrics_of_the_page_are_logged(world: World, page):
     assert metrics["mine/labels"] == 2 and "rollout/response_len/mean" in metrics
 
 
+def test_a_grader_of_the_page_that_is_down_leaves_an_untrusted_reward(page):
+    file, _, _ = page("reward").rpartition(":")
+
+    class MyGraderIsDown(Exception):
+        pass
+
+    async def my_grader(response):
+        if not response:
+            raise MyGraderIsDown
+        return 0.5
+
+    code = runpy.run_path(file, {"my_grader": my_grader, "MyGraderIsDown": MyGraderIsDown})
+    graded, lost = Sample(response="x"), Sample(response="")
+    assert [asyncio.run(code["reward"](None, sample)) for sample in (graded, lost)] == [0.5, None]
+    assert graded.reward_is_trusted and (lost.end_reason, lost.reward_is_trusted) == ("grader_error", False)
+
+
 def test_every_block_of_the_page_is_run_here():
     names = re.findall(r"^(?:async def|def|class) (\w+)", "\n".join(BLOCKS), flags=re.MULTILINE)
-    assert names == ["generate", "exact_match", "not_too_easy", "Hardest", "short", "log_labels"]
+    assert names == ["generate", "exact_match", "reward", "not_too_easy", "Hardest", "short", "log_labels"]

@@ -90,7 +90,7 @@ def test_times_become_rates(monkeypatch):
     assert metrics["perf/actor_train_tflops"] == pytest.approx(2 * 3 * tflops / 0.5)
     assert metrics["perf/log_probs_tflops"] == pytest.approx(tflops / 0.25)
     assert "perf/actor_train_mfu" not in metrics, "the peak of a CPU is not known"
-    monkeypatch.setattr(reports, "device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(reports, "gpu_name", lambda: "NVIDIA H200")
     on_h200 = perf_metrics(args, seconds, [10, 20], [4, 5])
     assert on_h200["perf/actor_train_mfu"] == pytest.approx(metrics["perf/actor_train_tflops"] / PEAK_TFLOPS["H200"])
 

@@ -146,7 +146,7 @@ def compute_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(0) if cuda_is_available() else None
 
 
-def device_name() -> str:
+def gpu_name() -> str:
     """The name of this process's device, as its driver gives it; empty without a GPU."""
     import torch
 
