@@ -46,6 +46,7 @@ from slime.agent.adapters.wire import (
     unserved,
 )
 from slime.agent.aiohttp_threaded import AppHandle, FilteredAccessLogger, run_app_in_thread
+from slime.agent.parsing import parser_names
 from slime.agent.trajectory import TurnRecord
 from slime.config.args import Args
 from slime.processes.wait import wait_async
@@ -401,11 +402,12 @@ class _Shared(metaclass=SingletonMeta):
 
     def __init__(self, args: Args) -> None:
         state = GenerateState(args)
+        parsers = parser_names(state.tokenizer, args.sglang_tool_call_parser, args.sglang_reasoning_parser)
         self.gateway = Gateway(
             tokenizer=state.tokenizer,
             sglang_url=router_url(args),
-            tool_parser=args.sglang_tool_call_parser,
-            reasoning_parser=args.sglang_reasoning_parser,
+            tool_parser=parsers[0],
+            reasoning_parser=parsers[1],
             history=args.agent_history,
             host=args.agent_gateway_host,
             port=args.agent_gateway_port,
@@ -419,8 +421,8 @@ async def shared_gateway(args: Args) -> Gateway:
     """The gateway of this process, started at first use.
 
     Args:
-        args: reads the router's address, --agent-history, --agent-gateway-host, --agent-gateway-port, the parsers of
-            the engine's flags, and what `GenerateState` reads.
+        args: reads the router's address, --agent-history, --agent-gateway-host, --agent-gateway-port, the engine's
+            parsers (by default those that fit the chat template), and what `GenerateState` reads.
 
     Raises:
         UsageError: the port is taken.

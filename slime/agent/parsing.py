@@ -61,6 +61,25 @@ def begins_thought(tokenizer: Any) -> bool:
     return "<think>" in prefill and _THOUGHT_END not in prefill
 
 
+def parser_names(tokenizer: Any, tool: str | None, reasoning: str | None) -> tuple[str | None, str | None]:
+    """Return SGLang's names of the tool and the reasoning parser; those not given, or "auto", fit the chat template.
+
+    None is left where SGLang knows none for the template.
+    """
+    install_cpu_standins()
+    from sglang.srt.parser import template_detection as detection
+
+    template = tokenizer.chat_template if has_template(tokenizer) else None
+    is_forced, toggle = detection.detect_reasoning_pattern(template)
+    shown = template, tokenizer, toggle, is_forced
+    if tool in (None, "auto"):
+        tool = detection.detect_tool_call_parser(*shown)
+    if reasoning in (None, "auto"):
+        reasoning = detection.detect_reasoning_parser(*shown)
+    logger.info("agents' parsers: tool calls by %s, thoughts by %s", tool, reasoning)
+    return tool, reasoning
+
+
 def parse_model_output(
     raw: str,
     *,

@@ -196,7 +196,7 @@ def _problems(settings: Settings) -> Iterator[str]:
                 f"grader {settings.grader.kind} looks at the changes in a sandbox, and {settings.harness} runs "
                 "without one; return the reward, or name a grader module:function."
             )
-    elif (problem := _harness_problem(settings.harness)) is not None:
+    elif (problem := _harness_problem(settings.harness, settings.sandbox.backend)) is not None:
         yield f"{problem}."
     kind = settings.grader.kind
     if ":" in kind:
@@ -206,11 +206,13 @@ def _problems(settings: Settings) -> Iterator[str]:
     yield from _sandbox_problems(settings.sandbox) if not settings.is_program else ()
 
 
-def _harness_problem(name: str) -> str | None:
+def _harness_problem(name: str, backend: str) -> str | None:
     try:
-        make_harness(name)
+        harness = make_harness(name)
     except UsageError as error:
         return str(error)
+    if backend == "local" and not harness.shown_paths():
+        return f"harness {name} starts {harness.command}, which is not on this host's PATH: docs/agent_harness.md"
     return None
 
 

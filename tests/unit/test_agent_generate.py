@@ -13,6 +13,7 @@ import pytest
 
 from slime.agent import rollout, settings
 from slime.agent.gateway import Gateway
+from slime.agent.harness.scripted import ScriptedHarness
 from slime.agent.sandbox.grading import Task
 from slime.agent.sandbox.local import LocalSandbox
 from slime.agent.sandbox.results import SandboxError
@@ -21,6 +22,13 @@ from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.types import Sample
 from tests.unit.agent_fakes import ScriptedEngine, served
 from tools.make_tiny_model import build_tokenizer
+
+
+class Nowhere(ScriptedHarness):
+    """A harness whose program no host has."""
+
+    command = "no-such-program"
+
 
 TOKENIZER, END = build_tokenizer(), "<|im_end|>"
 FIX = "sed -i s/a-b/a+b/ ops.py"
@@ -218,6 +226,7 @@ async def silent(base_url: str, api_key: str, sample: Sample) -> float:
         ({}, "needs an agent: --agent-harness, or harness under the key agent"),
         ("scripted", "agent of --custom-config-path is 'scripted'; it must be a mapping"),
         ({"harnes": "scripted"}, "agent.harnes of --custom-config-path: there is no such key; did you mean harness"),
+        ({"harness": f"{__name__}:Nowhere"}, "starts no-such-program, which is not on this host's PATH"),
         ({"harness": "skripted"}, "no agent harness is called 'skripted'"),
         ({"harness": "scripted", "budgets": {"turn": 1}}, "agent.budgets.turn of .*; did you mean turns"),
         ({"harness": "scripted", "budgets": {"turns": 0}}, "agent.budgets.turns .* is 0; it must be a whole number"),

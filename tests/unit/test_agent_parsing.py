@@ -7,8 +7,15 @@ import sys
 
 import pytest
 
-from slime.agent.parsing import ParsedModelOutput, parse_model_output, parse_tool_uses, parse_xml_tool_uses
+from slime.agent.parsing import (
+    ParsedModelOutput,
+    parse_model_output,
+    parse_tool_uses,
+    parse_xml_tool_uses,
+    parser_names,
+)
 from slime.utils.errors import UsageError
+from tests.rollout.chat_tokenizers import family_tokenizer
 
 SCHEMA = [
     {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
@@ -96,3 +103,13 @@ def test_importing_the_package_needs_neither_sglang_nor_transformers_nor_torch()
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [("qwen3", ("qwen", "qwen3")), ("glm4_5", ("glm45", "deepseek-r1")), ("llama3", (None, None))],
+)
+def test_parsers_fit_the_chat_template_unless_they_are_named(family, names):
+    tokenizer = family_tokenizer(family)
+    assert parser_names(tokenizer, None, None) == parser_names(tokenizer, "auto", "auto") == names
+    assert parser_names(tokenizer, "kimi_k2", None) == ("kimi_k2", names[1])
