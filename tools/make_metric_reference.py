@@ -24,7 +24,7 @@ HEAD = """# Every metric
 Made by `tools/make_metric_reference.py` from `slime/observability/metric_table.py`; do not edit.
 
 Each line of `<output-dir>/metrics.jsonl` is one record: its `step_key`, its `time`, and metrics by name.
-`<stat>` is mean, median, max or min; any other `<word>` stands for a text of the run, such as a data set.
+`<stat>` is mean, median, max, min, p10 or p90 (percentiles); any other `<word>` stands for a text of the run.
 What is not healthy for some rollouts raises an [alarm](../alarms.md). `slime.log` and hooks add names of their own.
 """
 

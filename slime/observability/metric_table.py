@@ -1,7 +1,7 @@
 """What each metric means: one row per name or pattern, for docs/reference/metrics.md and for the page that shows it.
 
-In a pattern `<stat>` is mean, median, max or min, and any other `<word>` stands for a text of the run: a data set, a
-reason, a phase. `slime.log` and hooks add names of their own, which have no row.
+In a pattern `<stat>` is mean, median, max, min, p10 or p90, and any other `<word>` stands for a text of the run: a
+data set, a reason, a phase. `slime.log` and hooks add names of their own, which have no row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SYNC = "slime/backends/megatron_utils/update_weight/"
 ASYNC = "slime/rollout/fully_async_rollout.py"
 RUN = "slime/ray/"
 TURNS = "slime/rollout/multi_turn.py"
-STATS = ("mean", "median", "max", "min")
+STATS = ("mean", "median", "max", "min", "p10", "p90")
 SET_MEAN = re.compile(r"eval/([^/]+)")
 OF_SET = re.compile(r"-(truncated_ratio|failed_samples|pass@\d+)$")
 
@@ -344,6 +344,7 @@ FAMILIES: dict[str, tuple[MetricRow, ...]] = {
             ("rollout/engine_loads/queued", "requests that wait in an engine", "requests", "near 0"),
             ("rollout/engine_loads/tokens_per_s", "tokens that an engine generates", "tokens/s"),
             ("rollout/engine_loads/kv_use", "KV cache of an engine in use", "share", "below 0.9"),
+            ("rollout/engine_loads/cache_hits", "prompt tokens that an engine found in its prefix cache", "share"),
             (
                 "rollout/engine_loads/full_ratio",
                 "share of the time in which requests of the fullest engine wait for KV cache",

@@ -17,7 +17,7 @@ from slime.observability import logging_utils
 from slime.observability.metric_utils import (
     compute_pass_rate,
     compute_rollout_step,
-    compute_statistics,
+    compute_spread,
     dict_add_prefix,
     has_repetition,
 )
@@ -169,7 +169,7 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Metrics that need only the samples: response lengths, truncation, repetition, prefix cache."""
     if not samples:
         return {}
-    metrics = dict_add_prefix(compute_statistics([s.effective_response_length for s in samples]), "response_len/")
+    metrics = dict_add_prefix(compute_spread([s.effective_response_length for s in samples]), "response_len/")
     metrics |= {
         "truncated_ratio": _mean([s.status == Sample.Status.TRUNCATED for s in samples]),
         "repetition_frac": _mean([has_repetition(s.response) for s in samples]),
@@ -196,7 +196,7 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     metrics = {
         name: value
         for prefix, values in families.items()
-        for name, value in dict_add_prefix(compute_statistics(values), prefix).items()
+        for name, value in dict_add_prefix(compute_spread(values), prefix).items()
     }
     if with_tools := [s.metadata for s in samples if "tool_calls" in s.metadata]:
         calls = sum(metadata["tool_calls"] for metadata in with_tools)
@@ -285,7 +285,7 @@ def compute_perf_metrics_from_samples(args: Args, samples: Sequence[Sample], rol
     }
     waits = [s.non_generation_time for s in samples]
     if any(waits):
-        metrics |= dict_add_prefix(compute_statistics(waits), "non_generation_time/")
+        metrics |= dict_add_prefix(compute_spread(waits), "non_generation_time/")
         for name, of_kind in (("", lengths), ("effective_", effective)):
             longest = of_kind.index(max(of_kind))
             rate = of_kind[longest] / max(rollout_time - waits[longest], 1e-9)
@@ -304,7 +304,7 @@ def request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for family, key in ENGINE_SAYS.items():
         values = [attrs[key] for attrs in said if isinstance(attrs.get(key), int | float)]
-        metrics |= dict_add_prefix(compute_statistics(values), f"{family}/")
+        metrics |= dict_add_prefix(compute_spread(values), f"{family}/")
     return metrics
 
 

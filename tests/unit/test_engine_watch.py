@@ -214,6 +214,7 @@ def test_loads_say_which_engine_is_slow_and_whether_requests_wait_for_cache() ->
 
 def test_engines_are_asked_for_their_loads_while_they_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [{"num_running_reqs": 3, "num_waiting_reqs": 2, "gen_throughput": 40.0, "token_usage": 0.97}] * 2
+    ranks = [{**rank, "cache_hit_rate": hits} for rank, hits in zip(ranks, (0.2, 0.6), strict=True)]
     answers: dict[str, Any] = {"a": ranks, "silent": HttpError("no answer")}
 
     def loads(url: str, *, timeout_s: float) -> list[dict[str, Any]]:
@@ -230,4 +231,5 @@ def test_engines_are_asked_for_their_loads_while_they_generate(monkeypatch: pyte
     found = watch.take()
     assert found["rollout/engine_loads/running"] == 6 and found["rollout/engine_loads/kv_use"] == 0.97
     assert found["rollout/engine_loads/full_ratio"] == 1 and found["rollout/engine_loads/tokens_per_s"] == 80
+    assert found["rollout/engine_loads/cache_hits"] == (0.2 + 0.6) / 2
     assert watch.take() == {}

@@ -308,11 +308,13 @@ class EngineLoads(Watch):
 
 
 def _sums(ranks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The load of an engine: sums over its data-parallel ranks, and of the KV cache the share of the fullest."""
+    """The load of an engine: sums over its data-parallel ranks, the fullest's share of KV cache, mean cache hits."""
     ranks = list(ranks)
     sums = {"running": "num_running_reqs", "queued": "num_waiting_reqs", "tokens_per_s": "gen_throughput"}
     load = {name: float(sum(rank.get(key) or 0.0 for rank in ranks)) for name, key in sums.items()}
-    return load | {"kv_use": max((float(rank.get("token_usage") or 0.0) for rank in ranks), default=0.0)}
+    load["kv_use"] = max((float(rank.get("token_usage") or 0.0) for rank in ranks), default=0.0)
+    hits = [float(rank.get("cache_hit_rate") or 0.0) for rank in ranks]
+    return load | {"cache_hits": statistics.fmean(hits) if hits else 0.0}
 
 
 def load_metrics(looks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
@@ -323,7 +325,7 @@ def load_metrics(looks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str
     request. Only engines with at least half as many requests as the busiest are compared: few requests are faster.
 
     Example:
-        >>> load = {"running": 4.0, "queued": 0.0, "tokens_per_s": 80.0, "kv_use": 0.5}
+        >>> load = {"running": 4.0, "queued": 0.0, "tokens_per_s": 80.0, "kv_use": 0.5, "cache_hits": 0.1}
         >>> load_metrics([{"a": load, "b": load | {"tokens_per_s": 20.0}}])["rollout/engine_loads/slowest_ratio"]
         4.0
     """

@@ -8,7 +8,8 @@ import { color, duration, faded, number } from "../format.js";
 const KEY = ["rollout/raw_reward", "rollout/response_len/mean", "rollout/truncated_ratio", "rollout/zero_std/fraction", "train/loss", "train/pg_loss", "train/entropy_loss", "train/kl_loss", "train/ppo_kl",
   "train/pg_clipfrac", "train/grad_norm", "train/train_rollout_logprob_abs_diff", "perf/step_time", "perf/tokens_per_gpu_per_sec"];
 const AXES = { step: "step", time: "time", tokens: "tokens", samples: "samples" };
-const BOUNDS = ["min", "max", "median"];
+const BANDS = [["p10", "p90"], ["min", "max"]];  // the first that a run has
+const BOUNDS = [...BANDS.flat(), "median"];
 
 /** The page. */
 export async function show({ root, run, runs, options, setOption, go }) {
@@ -52,7 +53,7 @@ function controls(state) {
   return h("div", { class: "row bar" }, find,
     select("over", axes, state.axis, (axis) => { state.axis = axis; keep("x", axis === "step" ? "" : axis, () => state.panels.forEach((panel) => panel.load(true))); }),
     h("label", {}, "smooth", weight),
-    toggle("min–max bands", state.hasBands, (isOn) => { state.hasBands = isOn; keep("nobands", isOn ? "" : "1", state.redraw); }),
+    toggle("bands: 10th to 90th percentile", state.hasBands, (isOn) => { state.hasBands = isOn; keep("nobands", isOn ? "" : "1", state.redraw); }),
     toggle("log scale", state.isLog, (isOn) => { state.isLog = isOn; keep("log", isOn ? "1" : "", state.redraw); }),
     h("span", { class: "muted small" }, "drag to zoom, double-click to reset, click a point to see its samples"));
 }
@@ -117,7 +118,7 @@ function describe({ meaning, unit, healthy, source }) {
 async function load(made, state, isNew) {
   if (isNew) made.data.clear();
   made.isLoaded = true;
-  const bounds = made.name.endsWith("/mean") ? BOUNDS.slice(0, 2).map((bound) => made.name.replace(/mean$/, bound)).filter((name) => state.names[name]) : [];
+  const bounds = made.name.endsWith("/mean") ? BANDS.flat().map((bound) => made.name.replace(/mean$/, bound)).filter((name) => state.names[name]) : [];
   const names = [made.name, ...bounds];
   await Promise.all(state.runs.map(async ({ id }) => {
     const old = made.data.get(id);
@@ -153,8 +154,9 @@ function curvesOf(made, state, { id, label, color: of }) {
   const found = made.data.get(id)?.series ?? {};
   const line = found[made.name];
   if (!line?.x.length) return [];
-  const [low, high] = ["min", "max"].map((bound) => found[made.name.replace(/mean$/, bound)]);
-  const band = state.hasBands && low?.x.length && high?.x.length ? [low, high].map((bound) => ({ ...bound, color: of, width: 0, label: "" })) : undefined;
+  const pairs = BANDS.map((pair) => pair.map((bound) => found[made.name.replace(/mean$/, bound)]));
+  const bounds = state.hasBands && pairs.find((pair) => pair.every((line) => line?.x.length));
+  const band = bounds ? bounds.map((bound) => ({ ...bound, color: of, width: 0, label: "" })) : undefined;
   const curve = { label, id, color: of, x: line.x, y: smoothed(line.y, state.weight), band, stepKey: line.step_key };
   return state.weight ? [{ ...curve, label: "", y: line.y, color: faded(of, 0.3), band: undefined, width: 1 }, curve] : [curve];
 }
