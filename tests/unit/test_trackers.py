@@ -375,6 +375,60 @@ def test_every_library_has_the_whole_run_after_its_process_was_stopped_and_kille
     assert {(int(line.split()[2]), float(line.split()[1])) for line in lines} == points, "all in the run that it had"
 
 
+FULL_DISK = """
+import json, os, sys, time
+from pathlib import Path
+from slime.observability.logging_utils import finish_tracking, init_tracking
+from slime.observability.trackers import state
+from tests.unit.test_observability import make_args
+from tests.unit.test_trackers import NAMES, log_steps
+run, disk = Path(sys.argv[1]), Path(sys.argv[2])
+for name in ("wandb", "mlruns", "swanlog"):
+    (disk / name).mkdir()
+    (run / name).symlink_to(disk / name)
+os.environ |= {"SWANLAB_MODE": "offline", "TRACKIO_DIR": str(disk / "trackio")}
+flags = {"use_wandb": True, "use_tensorboard": True, "tb_project_name": str(disk / "tb")}
+init_tracking(make_args(run, tracker=NAMES, **flags))
+log_steps(None, range(3))
+names, end = (*NAMES, "wandb", "tensorboard"), time.monotonic() + 200
+while any(state.count_left(run, name) for name in names):
+    assert time.monotonic() < end, "the libraries did not begin"
+    time.sleep(0.2)
+try:
+    with open(disk / "filler", "wb", buffering=0) as filler:
+        while filler.write(bytes(4096)):
+            pass
+except OSError:
+    pass
+begun = time.monotonic()
+log_steps(None, range(3, 2003))
+logged_s = time.monotonic() - begun
+finish_tracking()
+steps = [json.loads(line)["train/step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+print(json.dumps({"free": os.statvfs(disk).f_bavail, "logged_s": logged_s, "steps": steps}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_ends_as_it_would_when_the_disk_of_every_library_is_full(tmp_path: Path):
+    for package in ("wandb", "tensorboard", "mlflow", "swanlab", "trackio"):
+        pytest.importorskip(package)
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    run.mkdir(), disk.mkdir()
+    inside = f'mount -t tmpfs -o size=8m none {disk} && exec {sys.executable} -c "$PROGRAM" {run} {disk}'
+    environment = os.environ | {"PROGRAM": FULL_DISK, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        ["unshare", "-Urm", "bash", "-c", inside], env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["free"] == 0, "the disk is full"
+    assert told["logged_s"] < 10 and told["steps"] == list(range(2003)), (
+        "the run waits for no tracker, and loses nothing"
+    )
+
+
 @pytest.mark.timeout(300)
 def test_every_library_takes_a_run_without_a_server_in_one_process(tmp_path: Path, monkeypatch, caplog):
     """The real packages in the real process; what they have written is read back with their own code."""
