@@ -146,6 +146,8 @@ class _Guarded(BaseAdapter):
             is_answered = True
         except HttpError as error:
             raise self._refusal(session, error) from error
+        except (RuntimeError, TimeoutError) as error:  # an answer that is none of /generate; an abort without end
+            raise self._refusal(session, HttpError(f"{type(error).__name__}: {error}")) from error
         finally:
             if not is_answered:
                 session.num_turns -= 1
@@ -180,6 +182,7 @@ class _Guarded(BaseAdapter):
             raise self._too_long(len(prompt_ids), session.max_context_tokens)
         constraint = forced_call(session, body, tools, tokenizer=self.tokenizer, parser=self.tool_parser)
         ids, parts = prompt_ids, []
+        deadline = time.monotonic() + self.engine_timeout_s
         while True:
             await self.gateway.until_generating(session)
             keys: dict[str, Any] = {"session_id": session.route, "constraint": constraint}
@@ -188,6 +191,8 @@ class _Guarded(BaseAdapter):
             )
             if part.finish_reason != "abort":
                 break
+            if time.monotonic() > deadline:
+                raise HttpError(f"the engine has aborted the turn again and again for {self.engine_timeout_s:g} s")
             await asyncio.sleep(_RESUBMIT_S)
             if not constraint:  # a grammar begins anew
                 parts.append(part)

@@ -441,7 +441,7 @@ def test_the_shared_gateway_is_made_of_the_runs_flags(monkeypatch):
     args = types.SimpleNamespace(
         sglang_router_ip="127.0.0.1", sglang_router_port=1, sglang_tool_call_parser="qwen25",
         sglang_reasoning_parser=None, agent_history="render", agent_gateway_host="127.0.0.2", agent_gateway_port=0,
-        partial_rollout=True,
+        partial_rollout=True, use_rollout_routing_replay=False,
     )  # fmt: skip
 
     async def twice():
@@ -521,3 +521,46 @@ def test_sub_agents_that_run_at_once_in_a_session_are_branches_of_their_own(hist
         agents = [sample.metadata["agent"] for sample in samples]
         assert [agent["turns"] for agent in agents] == [3] * 4 and sum(agent["forks"] for agent in agents) == 3
         assert {sample.end_reason for sample in samples} == {"max_turns"}
+
+
+def test_a_turn_that_is_always_aborted_ends_by_transport():
+    with gateway(["a"] * 20, engine_timeout_s=0.5) as (server, engine):
+        engine.finish = "abort"
+        key = opened(server)
+        status, answer = send(server, CHAT, key)
+        assert status == 503 and "aborted the turn again and again for 0.5 s" in answer["error"]["message"]
+        assert server.end_reason(key) == "transport" and len(engine.requests) <= 5
+
+
+def test_tokens_before_an_abort_count_in_the_budget_and_the_end_is_a_cut():
+    with gateway(["abc", "de"], is_ending=lambda: False) as (server, engine):
+        engine.finishes = ["abort", "length"]
+        key = opened(server, budget=Budget(tokens=5))
+        assert send(server, CHAT, key)[0] == 200
+        assert [request["sampling_params"]["max_new_tokens"] for request in engine.requests] == [5, 2]
+        assert server.end_reason(key) == "budget"
+    with gateway(["abc"]) as (server, engine):
+        engine.finishes = ["abort"]
+        key = opened(server, budget=Budget(tokens=3))
+        status, answer = send(server, CHAT, key)
+        assert (status, text_of(answer), answer["choices"][0]["finish_reason"]) == (200, "abc", "length")
+        [sample] = finish(server, key)
+        assert (sample.status, sample.end_reason) == (Status.TRUNCATED, "budget")
+
+
+@pytest.mark.parametrize("meta", [{"completion_tokens": 7}, {"completion_tokens": 0}])
+def test_an_answer_of_the_engine_that_cannot_be_read_is_a_failure_of_the_engine(meta):
+    with gateway(["a", "b"]) as (server, engine):
+        key = opened(server)
+        assert send(server, CHAT, key)[0] == 200
+        engine.meta = meta
+        assert send(server, CHAT, key, {"messages": [*ASK, *ASK]})[0] == 503
+        [sample] = finish(server, key)
+        assert (sample.end_reason, sample.reward_is_trusted) == ("transport", False)
+
+
+def test_an_engine_is_asked_for_its_experts_where_they_are_replayed():
+    for args, asked in ((None, None), (types.SimpleNamespace(use_rollout_routing_replay=True), True)):
+        with gateway(["a"], args=args) as (server, engine):
+            assert send(server, CHAT, opened(server))[0] == 200
+            assert engine.requests[0].get("return_routed_experts") is asked

@@ -258,6 +258,8 @@ async def call_sglang_generate(
         return TurnRecord(prompt_ids, [], "length")
     rid, limit_s = uuid.uuid4().hex, min(adapter.engine_timeout_s, max(session.seconds_left, 0.0))
     payload = {"rid": rid, "input_ids": prompt_ids, "sampling_params": params, "return_logprob": True}
+    if adapter.sessions.keeps_experts:
+        payload["return_routed_experts"] = True
     headers = {AFFINITY_HEADER: session_id} if session_id and session_id != DEFAULT_SID else None
     try:
         async with asyncio.timeout(limit_s):
@@ -269,12 +271,12 @@ async def call_sglang_generate(
         if getattr(error, "status", None) is None:  # an engine that has answered has ended the request, too
             await _abort(adapter, rid)
         raise
-    return _turn_of(prompt_ids, answer, keeps_experts=adapter.sessions.args is not None)
+    return _turn_of(prompt_ids, answer, keeps_experts=adapter.sessions.keeps_experts)
 
 
 def _fit(params: dict[str, Any], session: Session, num_prompt: int, num_before: int) -> bool:
     """Cut what may be generated to what is left; returns whether anything is."""
-    limit = min(params["max_new_tokens"] - num_before, session.tokens_left)
+    limit = min(params["max_new_tokens"], session.tokens_left) - num_before
     if session.max_context_tokens > 0:
         limit = min(limit, session.max_context_tokens - num_prompt)
     params["max_new_tokens"] = limit
@@ -303,8 +305,9 @@ async def _abort(adapter: BaseAdapter, rid: str) -> None:
 
 def joined(prompt_ids: list[int], parts: list[TurnRecord]) -> TurnRecord:
     """One turn of the calls that it took."""
+    finish_reason = parts[-1].finish_reason  # also where the last call had no room for a token
     parts = [part for part in parts if part.output_ids] or parts[-1:]
     ids = [token for part in parts for token in part.output_ids]
     log_probs = [value for part in parts for value in part.output_log_probs]
     last = parts[-1]
-    return TurnRecord(prompt_ids, ids, last.finish_reason, log_probs, meta_info=last.meta_info, parts=tuple(parts))
+    return TurnRecord(prompt_ids, ids, finish_reason, log_probs, meta_info=last.meta_info, parts=tuple(parts))

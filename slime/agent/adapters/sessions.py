@@ -41,6 +41,7 @@ class Sessions:
     Attributes:
         store: open sessions by key.
         closed: keys of sessions that have ended, the latest 100,000.
+        keeps_experts: the engine is asked for its choice of experts (--use-rollout-routing-replay).
         inflight: tasks of a key's requests.
         loop: the server's, once it has had a request.
     """
@@ -56,6 +57,7 @@ class Sessions:
         if history not in MODES:
             raise UsageError(f"history {history!r} is unknown; it is one of {', '.join(MODES)}")
         self.tokenizer, self.args = tokenizer, args
+        self.keeps_experts = args is not None and args.use_rollout_routing_replay
         self.appends = history == "append" and has_template(tokenizer)
         self.store: dict[str, Session] = {}
         self.inflight: dict[str, set[asyncio.Task[Any]]] = {}
