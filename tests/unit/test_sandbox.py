@@ -173,9 +173,11 @@ def test_the_gateway_is_reached_under_the_own_key_and_carries_bodies() -> None:
 
 def test_the_door_writes_the_credentials_and_refuses_addresses_that_lead_elsewhere() -> None:
     door = GatewayDoor(GatewayAccess("http://127.0.0.1:5000", "own"), None)  # type: ignore[arg-type]
-    for path in ("/v1/messages?beta=..", "/a..b/%2e/c"):
+    for path in ("/v1/messages?beta=..", "/a..b/%2e/c", "/s/own/v1/messages", "/v1/s/other"):
         assert str(door._target(path)) == f"http://127.0.0.1:5000{path}"
     for path in ("@evil/", "http://evil/", "//evil/", "/a/../b", "/a/%2e%2E/b", "/..%2fb", "/%2fevil", "*", ""):
+        assert door._target(path) is None, path
+    for path in ("/s/other/v1/messages", "/%73/other/v1/messages", "/s/own%2f../v1", "/s%2fother/v1", "/s/", "/s"):
         assert door._target(path) is None, path
 
     async def ask(*headers: tuple[str, str], path: str = "/v1/models") -> tuple[int, list[tuple[str, str]]]:

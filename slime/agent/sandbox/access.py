@@ -92,7 +92,10 @@ class GatewayDoor:
     def _target(self, raw_path: str) -> URL | None:
         """The gateway's address of a path; None for one that could lead elsewhere."""
         path = unquote(raw_path.partition("?")[0]).replace("\\", "/")
-        if not path.startswith("/") or path.startswith("//") or ".." in path.split("/"):
+        parts = path.split("/")
+        if not path.startswith("/") or path.startswith("//") or ".." in parts:
+            return None
+        if parts[1] == "s" and parts[2:3] != [self.access.key]:  # the gateway takes a key from there, too
             return None
         try:
             base = URL(self.access.url.rstrip("/"), encoded=True)
@@ -106,7 +109,11 @@ class GatewayDoor:
             return _error(401, "authentication_error", "this sandbox may use the key of its own session only")
         assert self._client is not None
         if (url := self._target(request.raw_path)) is None:
-            return _error(400, "invalid_request_error", "the address must be a path of the gateway, without '..'")
+            return _error(
+                400,
+                "invalid_request_error",
+                "the address must be a path of the gateway, without '..' or a key of others",
+            )
         dropped = _HOP_BY_HOP | _CREDENTIALS
         headers = {name: value for name, value in request.headers.items() if name.lower() not in dropped}
         headers |= {"Authorization": f"Bearer {self.access.key}", "x-api-key": self.access.key}
