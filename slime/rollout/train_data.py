@@ -128,7 +128,10 @@ def _add_optional_columns(data: TrainData, samples: Sequence[Sample]) -> None:
             for sample, mask in zip(samples, data["loss_masks"], strict=True)
         ]
     if any(sample.rollout_routed_experts is not None for sample in samples):
-        data["rollout_routed_experts"] = [_routed_experts(sample) for sample in samples]
+        like = next(found for sample in samples if (found := sample.rollout_routed_experts) is not None)
+        data["rollout_routed_experts"] = [
+            _routed_experts(sample, mask, like) for sample, mask in zip(samples, data["loss_masks"], strict=True)
+        ]
     if any("round_number" in sample.metadata for sample in samples):
         data["round_number"] = [int(sample.metadata.get("round_number", 1)) for sample in samples]
     if any(sample.train_metadata is not None for sample in samples):
@@ -138,7 +141,10 @@ def _add_optional_columns(data: TrainData, samples: Sequence[Sample]) -> None:
         data["source_names"] = sources
 
 
-def _routed_experts(sample: Sample) -> Any:
+def _routed_experts(sample: Sample, mask: list[int], like: Any) -> Any:
+    if sample.rollout_routed_experts is None and not any(mask):  # its environment failed before the engine was asked
+        like = np.asarray(like)
+        return np.tile(np.arange(like.shape[2], dtype=like.dtype), (len(sample.tokens) - 1, like.shape[1], 1))
     if sample.rollout_routed_experts is None:
         raise ValueError(
             f"sample {sample.index} has no rollout_routed_experts, but other samples of this rollout do; custom code "

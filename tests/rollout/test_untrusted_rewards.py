@@ -7,6 +7,7 @@ import dataclasses
 import json
 import statistics
 
+import numpy as np
 import pytest
 import torch
 
@@ -277,6 +278,18 @@ def test_keep_trains_on_every_reward_as_it_is():
     mask_untrusted(args, samples)
     data = samples_to_train_data(samples, *post_process_rewards(args, samples))
     assert data["raw_reward"] == [sample.reward for sample in samples] and all(map(all, data["loss_masks"]))
+
+
+def test_a_lost_sample_without_experts_leaves_those_of_the_others():
+    args, samples = rollout_args(), batch(with_lost=True)
+    mask_untrusted(args, samples)
+    for sample in samples:
+        if sample.reward_is_trusted:
+            sample.rollout_routed_experts = np.full((len(sample.tokens) - 1, 3, 2), 5, np.int32)
+    data = samples_to_train_data(samples, *post_process_rewards(args, samples))
+    for sample, experts in zip(samples, data["rollout_routed_experts"], strict=True):
+        assert experts.shape == (len(sample.tokens) - 1, 3, 2) and experts.dtype == np.int32
+        assert (experts == (5 if sample.reward_is_trusted else [0, 1])).all(), "a token has two experts"
 
 
 def test_policy_filtration_draws_no_lost_sample():
