@@ -17,6 +17,7 @@ from slime.agent.harness.scripted import ScriptedHarness
 from slime.agent.sandbox.grading import Task
 from slime.agent.sandbox.local import LocalSandbox
 from slime.agent.sandbox.results import SandboxError
+from slime.rollout.sampling.attempts import restarted
 from slime.utils.http_utils import post
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.types import Sample
@@ -50,7 +51,7 @@ def call(command: str) -> str:
 def arguments(agent: Any, **changed: Any) -> Any:
     values = {
         **dict.fromkeys(("agent_harness", "max_turns", "rollout_max_context_len", "eval_max_context_len"), None),
-        **{"sandbox_unsafe": False, "reward_key": None, "agent": agent},
+        **{"sandbox_unsafe": False, "reward_key": None, "partial_rollout": False, "agent": agent},
     }
     return SimpleNamespace(**{**values, **changed})
 
@@ -121,6 +122,11 @@ def test_a_command_grades_and_its_exit_code_decides(execute):
     for command, reward in (("grep -q a+b ops.py", 1.0), ("grep -q a-b ops.py", 0.0)):
         sample = execute(agent, [call(FIX), "done"], metadata=TASK | {"eval_cmd": command})
         assert sample.reward == reward, command
+
+
+def test_a_sample_that_may_be_given_back_begins_anew_with_all_of_its_task(execute):
+    sample = restarted(execute({"harness": "scripted"}, ["done"], partial_rollout=True))
+    assert Task.of(sample) == Task.of(Sample(prompt="fix it", metadata=TASK))
 
 
 def test_without_a_grader_the_reward_is_left_to_the_run(execute):
