@@ -64,8 +64,10 @@ class McpServer(BaseModel):
 
     @property
     def label(self) -> str:
-        """What errors call it."""
-        return self.name or self.url or " ".join(self.command or ())[:60]
+        """What errors, logs and the model call it: without what may be secret in an address."""
+        parts = urlsplit(self.url or "")
+        address = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+        return self.name or address or " ".join(self.command or ())[:60]
 
     def problems(self) -> Iterator[str]:
         """Yield what this machine lacks for it, one end of a sentence each."""

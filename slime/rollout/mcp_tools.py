@@ -4,9 +4,9 @@ One connection a server serves all samples of the process, so what a server reme
 ends, hangs or answers nonsense costs the call that it was making: the model reads what happened, and the next call
 connects anew. Where that fails, the environment failed (`EnvError`). One that never worked is an error of the run.
 
-Wait graph: a call waits for the connection (`timeout_s` for a start; one at a time) and for the server's answer. The
-caller's deadline (slime.rollout.tool_calls) ends that; then the server has `PING_S` to show that it lives. Each
-connection is owned by one task, which ends when the server does, or when it is told to.
+Wait graph: a call waits for the connection (nine tenths of `timeout_s` for a start; one at a time) and for the answer
+of the server. The caller's deadline (slime.rollout.tool_calls) ends that; then the server has `PING_S` to show that it
+lives. Each connection is owned by one task, which ends when the server does, or when it is told to.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _TOO_LONG = f"sent a message of more than {MAX_MESSAGE_BYTES >> 20} MiB"
 PING_S = 5.0
 _EXIT_S = 0.1
 _PAUSE_S = 5.0  # between two attempts to connect to a server that is gone
+_START_SHARE = 0.9  # in a call: that its server does not start is known before the caller gives the call up
 _MOST_TOOLS = 1000
 _threads = DaemonThreads("mcp", 4)
 
@@ -140,7 +141,7 @@ class _Client:
             UsageError: the server cannot be used, or lacks one that is asked for.
         """
         try:
-            tools = {tool.name: tool for tool in (await self._connected()).tools}
+            tools = {tool.name: tool for tool in (await self._connected(1.0)).tools}
         except EnvError as error:
             raise UsageError(f"mcp: {error}") from error
         wanted = self.server.tools if self.server.tools is not None else list(tools)
@@ -151,7 +152,7 @@ class _Client:
         return [_schema(tools[name]) for name in wanted]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        connection = await self._connected()
+        connection = await self._connected(_START_SHARE)
         work = asyncio.ensure_future(connection.session.call_tool(name, arguments))
         try:
             late = 2 * self.server.timeout_s  # the caller has given up long before
@@ -187,8 +188,8 @@ class _Client:
             raise ToolError(text)
         return text
 
-    async def _connected(self) -> _Connection:
-        """Return the connection, a new one where the last has ended.
+    async def _connected(self, share: float) -> _Connection:
+        """Return the connection, a new one where the last has ended; its start has a share of `timeout_s`.
 
         Raises:
             EnvError: none can be made.
@@ -203,7 +204,7 @@ class _Client:
             self._connection = None
             connection = _Connection(self.server, self._log_path)
             try:
-                await connection.begun()
+                await connection.begun(share * self.server.timeout_s)
             except EnvError:
                 self._failed_at = time.monotonic()
                 raise
@@ -248,8 +249,8 @@ class _Connection:
             self.end = end
             self._stop.set()
 
-    async def begun(self) -> None:
-        """Wait until it can be used.
+    async def begun(self, timeout_s: float) -> None:
+        """Wait until it can be used, for so many seconds.
 
         Raises:
             EnvError: the server did not start or answer in time, or said what no MCP server says.
@@ -257,7 +258,7 @@ class _Connection:
         done: set[Any] = set()
         try:
             done, _ = await asyncio.wait(
-                [self._has_begun, self.task], timeout=self._server.timeout_s, return_when=asyncio.FIRST_COMPLETED
+                [self._has_begun, self.task], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
             if not self._has_begun.done():
@@ -265,7 +266,7 @@ class _Connection:
         if self._has_begun.done():
             return
         what = f"it {self.end}" if self._error is None else _innermost(self._error)
-        why = f"cannot be used: {what}" if done else f"did not answer within {self._server.timeout_s:g} s"
+        why = f"cannot be used: {what}" if done else f"did not answer within {timeout_s:g} s"
         raise EnvError(f"{self._server.label} {why}{self._log()}")
 
     async def end_unless_alive(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from slime.config.mcp_servers import McpServer
 from slime.processes.registry import registry
 from slime.rollout import mcp_tools
 from slime.rollout.mcp_tools import McpTools
@@ -211,3 +212,21 @@ def test_a_server_that_is_gone_is_an_environment_that_failed(run: Any, port: int
     with pytest.raises(EnvError, match="could not be connected to a moment ago"):
         caller(ADD)
     McpTools.clear_instances()
+
+
+def test_a_server_that_hangs_at_its_start_is_an_environment_that_failed(port: int) -> None:
+    caller = Caller({"url": f"http://127.0.0.1:{port}/mcp"})
+    caller(ADD)
+    async_utils.run(caller.tools.close())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        [client] = caller.tools._clients
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/mcp"
+        client.server = client.server.model_copy(update={"url": url, "timeout_s": 0.5})
+        with pytest.raises(EnvError, match="did not answer within 0.45 s"):
+            caller(ADD)
+    caller.close()
+
+
+def test_what_may_be_secret_in_an_address_is_in_no_message() -> None:
+    server = McpServer(url="https://me:secret@host:8/mcp?token=secret#secret")
+    assert server.label == "https://host:8/mcp"
