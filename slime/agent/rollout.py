@@ -318,7 +318,7 @@ class Execution:
     async def _samples(self, gateway: Gateway, outcome: Outcome) -> Sample | list[Sample]:
         """The session's samples, with how they ended; one that trains nothing where the agent made no call."""
         sample, reason = self.sample, outcome.end_reason
-        left_out = () if self.args.partial_rollout else _NOT_KEPT  # a group that is given back may begin anew
+        left_out = () if vars(self.args).get("partial_rollout") else _NOT_KEPT  # it may begin anew
         kept = {name: value for name, value in sample.metadata.items() if name not in left_out}
         samples = await gateway.finish_session(
             self.key, base_sample=sample, reward=outcome.reward, extra_metadata=kept | outcome.metadata

@@ -14,7 +14,7 @@ import pytest
 from slime.agent import rollout, settings
 from slime.agent.gateway import Gateway
 from slime.agent.harness.scripted import ScriptedHarness
-from slime.agent.sandbox.grading import Task
+from slime.agent.sandbox.grading import Task, grade_tests
 from slime.agent.sandbox.local import LocalSandbox
 from slime.agent.sandbox.results import SandboxError
 from slime.rollout.sampling.attempts import restarted
@@ -296,3 +296,24 @@ def test_a_row_that_is_no_task_is_named(metadata, sentence):
 def test_a_conversation_is_a_task_too():
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "fix it"}]
     assert Task.of(Sample(prompt=messages)).prompt == "be brief\n\nfix it"
+
+
+def test_a_sandbox_that_ends_before_its_report_is_read_says_nothing_of_the_agent():
+    class Ends:
+        is_over = False
+
+        async def exec(self, cmd: str, check: bool = False, **_: Any) -> tuple[int, str, str]:
+            if self.is_over:
+                raise SandboxError("the container is gone")
+            return 0, "", ""
+
+        async def write_file(self, *_: Any) -> None: ...
+
+        async def kill_all(self) -> None:
+            self.is_over = True
+
+        async def read_file(self, path: str) -> str:
+            raise SandboxError(f"no {path}")
+
+    with pytest.raises(SandboxError, match="the container is gone"):
+        asyncio.run(grade_tests(Ends(), "/w", diff="", originals={}, expected=["test_a.py::test_b"]))

@@ -253,6 +253,7 @@ async def _judge(sandbox: GradingSandbox, report: str, expected: Sequence[str]) 
     try:
         outcomes = json.loads(await sandbox.read_file(report))
     except (SandboxError, ValueError):
+        await sandbox.exec("true", check=True)  # raises where it was the sandbox that failed
         return Grade(False, "no report: the process of the tests ended before them")
     if not isinstance(outcomes, dict):
         return Grade(False, "no report of the tests")
