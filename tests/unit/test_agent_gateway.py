@@ -163,6 +163,10 @@ def test_a_body_over_the_limit_is_413_and_the_next_one_is_answered():
          "tool_choice"),
         ({"input": [3]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "reasoning", "summary": ["x"]}]}, "input[0].summary"),
+        ({"input": [{"type": "reasoning", "summary": 3}]}, "input[0].summary"),
+        ({"messages": ASK, "tools": [{"type": "function", "function": {"name": 3}}]}, "tools[0].name"),
+        ({"messages": ASK, "tools": [{"name": "x", "description": {}}]}, "tools[0].description"),
     ],
 )  # fmt: skip
 def test_wrong_shapes_are_400_and_name_the_field(body, field):
@@ -343,6 +347,12 @@ def test_a_call_that_cannot_be_forced_is_400_and_an_engine_that_ignores_it_is_50
         key = server.open_session(sampling={"regex": "a*"})
         status, answer = send(server, MESSAGES, key, body)
         assert status == 400 and "has a regex already" in answer["error"]["message"]
+
+
+def test_a_block_without_a_type_in_an_item_that_is_no_message_is_no_failure():
+    with gateway(["a"]) as (server, _):
+        body = {"input": [{"role": "user", "content": "hi"}, {"type": "reasoning", "content": [{}]}]}
+        assert send(server, RESPONSES, opened(server), body)[0] == 200
 
 
 def test_what_no_model_gets_is_reported():

@@ -154,6 +154,9 @@ def check_shape(body: dict[str, Any]) -> None:
         _check(isinstance(tool, dict), f"tools[{index}]", tool, "an object")
         nested = tool.get("function", {})
         _check(isinstance(nested, dict), f"tools[{index}].function", nested, "an object")
+        for name in ("name", "description"):
+            text = {**tool, **nested}.get(name)
+            _check(text is None or isinstance(text, str), f"tools[{index}].{name}", text, "a text")
     for index, message in enumerate(body.get("messages") or ()):
         _check_message(f"messages[{index}]", message)
     items = body.get("input")
@@ -164,6 +167,9 @@ def check_shape(body: dict[str, Any]) -> None:
         _check(kind in _ITEMS, f"{name}.type", kind, f"one of {', '.join(_ITEMS)}")
         if kind == "message":
             _check_message(name, item)
+        summary = item.get("summary")
+        is_summary = isinstance(summary, list) and all(isinstance(part, dict) for part in summary)
+        _check(summary is None or is_summary, f"{name}.summary", summary, "a list of objects")
 
 
 def _check_message(name: str, message: Any) -> None:
@@ -198,8 +204,8 @@ def unserved(body: dict[str, Any]) -> set[str]:
     for item in items:
         content = item.get("content")
         for block in content if isinstance(content, list) else ():
-            if isinstance(block, dict) and block["type"] not in _SERVED:
-                found.add(f"content: {block['type']}")
+            if isinstance(block, dict) and block.get("type") not in _SERVED:
+                found.add(f"content: {block.get('type')}")
     if body.get("parallel_tool_calls") is False:
         found.add("parallel_tool_calls")
     return found
