@@ -144,10 +144,8 @@ class _Guarded(BaseAdapter):
             if answer.turn.is_forced and answer.turn.finish_reason == "stop" and not _calls(answer):
                 raise HttpError("the engine has not obeyed the grammar of tool_choice")
             is_answered = True
-        except HttpError as error:
+        except (RuntimeError, TimeoutError) as error:  # HttpError, an answer that is none, an abort without end
             raise self._refusal(session, error) from error
-        except (RuntimeError, TimeoutError) as error:  # an answer that is none of /generate; an abort without end
-            raise self._refusal(session, HttpError(f"{type(error).__name__}: {error}")) from error
         finally:
             if not is_answered:
                 session.num_turns -= 1
@@ -158,7 +156,7 @@ class _Guarded(BaseAdapter):
         answer.identity = identity
         return answer
 
-    def _refusal(self, session: KeyedSession, error: HttpError) -> Refused:
+    def _refusal(self, session: KeyedSession, error: Exception) -> Refused:
         """What a client reads of a failure of the engine."""
         if found := _TOO_LONG.search(str(error)):
             session.end_reason = "length"
@@ -167,7 +165,7 @@ class _Guarded(BaseAdapter):
             session.end_reason = "budget"
             message = f"the session has used up its budget of {session.budget.seconds:g} seconds"
             return Refused(message, 429, "rate_limit_error", code="budget_exceeded", may_retry=False)
-        if error.status is not None and error.status < 500:
+        if isinstance(error, HttpError) and (error.status or 500) < 500:
             return BadRequest(f"the engine refuses the request: {error}"[:1000])
         session.end_reason = "transport"
         logger.error("a turn failed: %s", error)
