@@ -207,7 +207,8 @@ class Collector:
         if self.args.partial_rollout:
             resumed = sum(sample.metadata.get(START, self.rollout_id) != self.rollout_id for sample in samples)
             metrics["rollout/partial_rollout/resumed_samples"] = float(resumed)
-        if baselines := [group[0].metadata[GREEDY_REWARD] for group in self.accepted if _has_baseline(group)]:
+        known = [group for group in self.accepted if any(sample.counts(self.args) for sample in group)]
+        if baselines := [group[0].metadata[GREEDY_REWARD] for group in known if _has_baseline(group)]:
             metrics["rollout/greedy_reward"] = sum(baselines) / len(baselines)
         return metrics
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from slime.algorithms.advantages import Advantages
+from slime.algorithms.baselines import GREEDY_REWARD
 from slime.observability.rollout_metrics import compute_eval_metrics, compute_rollout_metrics
+from slime.rollout.collector import Collector
 from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
 from slime.rollout.hooks.returns import check_trainable
 from slime.rollout.hooks.sample_errors import SampleError
@@ -290,6 +292,13 @@ def test_a_lost_sample_without_experts_leaves_those_of_the_others():
     for sample, experts in zip(samples, data["rollout_routed_experts"], strict=True):
         assert experts.shape == (len(sample.tokens) - 1, 3, 2) and experts.dtype == np.int32
         assert (experts == (5 if sample.reward_is_trusted else [0, 1])).all(), "a token has two experts"
+
+
+def test_a_lost_greedy_baseline_is_in_no_mean():
+    collector = Collector(rollout_args(), 0)
+    known = [Sample(metadata={GREEDY_REWARD: 0.5}, reward=1.0)]
+    collector.accepted = [known, [lost(Sample(metadata={GREEDY_REWARD: 0.0}))]]
+    assert collector.metrics()["rollout/greedy_reward"] == 0.5
 
 
 def test_policy_filtration_draws_no_lost_sample():
