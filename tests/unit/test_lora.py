@@ -38,6 +38,8 @@ def test_without_more_flags_every_projection_has_an_adapter_of_scale_two(check: 
 
 REFUSED = {
     "--lora-rank 0": "--lora-rank 0",
+    "--lora-rank 8 --lora-alpha 0": "--lora-alpha 0: adapters are multiplied by alpha / rank, so it must be above 0",
+    "--lora-rank 8 --lora-alpha -4": "--lora-alpha -4: adapters",
     "--lora-rank 8 --lora-target-modules lm_head": "lm_head",
     "--lora-rank 8 --lora-target-modules q_proj v_proj": "lacks k_proj: q_proj, k_proj, v_proj are one weight",
     "--lora-rank 8 --lora-target-modules up_proj": "lacks gate_proj",
@@ -80,6 +82,23 @@ def test_a_checkpoint_of_adapters_asks_for_their_flags(check: Check, tmp_path: P
     assert problem == "--load ckpt holds adapters with rank 4, alpha 8.0; repeat its --lora-* flags."
     (problem,) = check("--ref-load ckpt --use-kl-loss --kl-loss-coef 0.1 --lora-rank 4").problems.all()
     assert problem == "--ref-load ckpt holds LoRA adapters alone; give the model under them."
+
+
+def test_reference_and_start_are_one_iteration_of_the_base(check: Check, tmp_path: Path) -> None:
+    """Two would give the reference the start's weights, and a resumed run would find another base."""
+    for iteration in (3, 5):
+        (tmp_path / "base" / f"iter_{iteration:07d}").mkdir(parents=True)
+    (tmp_path / "base" / TRACKER_FILE).write_text("5")
+    told = "training starts from base/iter_0000003, and the reference is base/iter_0000005; adapters have one base"
+    for load in ("--load base --ref-load base", "--ref-load base"):
+        flags = f"{load} --lora-rank 8 --ckpt-step 3"
+        assert any(told in problem for problem in check(flags).problems.all()), check(flags).problems.all()
+        assert not any(
+            "adapters have one base" in problem for problem in check(f"{flags} --ref-ckpt-step 3").problems.all()
+        )
+    assert not any("adapters have one base" in text for text in check("--ref-load base --lora-rank 8").problems.all())
+    full = check("--load base --ref-load base --ckpt-step 3")
+    assert not any("adapters have one base" in text for text in full.problems.all())
 
 
 def test_the_converter_takes_adapters_for_no_model(tmp_path: Path) -> None:

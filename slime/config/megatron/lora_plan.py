@@ -183,11 +183,34 @@ def _check_load(args: Args) -> Iterator[str]:
             f"--load {args.load} holds no adapters, and the base of --lora-rank {plan.rank} is {flag} {base}; give "
             "the base as --ref-load."
         )
+    elif plan is not None and not saved and not _saved(args.ref_load, args.ref_ckpt_step):
+        yield from _check_iteration(args, base)
+
+
+def _check_iteration(args: Args, base: str) -> Iterator[str]:
+    """The start and the reference are one iteration of the base: adapters alone are swapped, and a run that resumes
+    loads the reference's."""
+    is_given = classify_checkpoint(args.load) is not None
+    step = args.ckpt_step if is_given or args.ckpt_step is not None else args.ref_ckpt_step
+    start, reference = _iteration(args.load if is_given else base, step), _iteration(base, args.ref_ckpt_step)
+    if start != reference:
+        yield (
+            f"--lora-rank {args.lora_rank}: training starts from {start}, and the reference is {reference}; adapters "
+            "have one base, so give both --ckpt-step and --ref-ckpt-step, with the same iteration."
+        )
 
 
 def _saved(path: str | None, step: int | None) -> dict[str, Any] | None:
     try:
         return None if path is None else saved_plan(path, step)
+    except (UsageError, OSError, ValueError):
+        return None  # said elsewhere
+
+
+def _iteration(path: str | None, step: int | None) -> Path | None:
+    """The directory of a Megatron checkpoint that is read; None for anything else."""
+    try:
+        return resolve_checkpoint_dir(str(path), step)[0] if classify_checkpoint(path) == "megatron" else None
     except (UsageError, OSError, ValueError):
         return None  # said elsewhere
 
@@ -214,6 +237,11 @@ LORA: tuple[Check, ...] = (
             f"{option_of(name)} {vars(a)[name]} is not supported yet with --lora-rank {a.lora_rank}; use tensor and "
             "data parallelism."
         ),
+    ),
+    Rule(
+        lambda a: a.lora_alpha is not None and a.lora_alpha <= 0,
+        "--lora-alpha {lora_alpha:g}: adapters are multiplied by alpha / rank, so it must be above 0; leave it out for "
+        "twice the rank.",
     ),
     Rule(
         lambda a: a.transformer_impl == "transformer_engine",
