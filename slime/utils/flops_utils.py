@@ -8,7 +8,8 @@ A forward pass over sequences of lengths n_1, n_2, ... costs
 The second line is attention: scores and weighted values are two products of 2 x n^2 x channels each, of which the
 causal mask drops half. With experts a token goes through the router, `topk` experts and the shared one, not through
 all. With latent attention (arXiv:2405.04434) the matrices are the low-rank ones, and keys are as wide as queries. A
-backward pass costs twice as much: gradients of inputs and of weights.
+backward pass costs twice as much: gradients of inputs and of weights. Under LoRA adapters, which are not counted,
+weights get none.
 
 A layer with a gated delta net (arXiv:2412.06464, equation 10) has no second line. For each token and value head the
 state [key channels, value channels] is read with the key, updated with an outer product and read with the query, 2 x
@@ -72,13 +73,14 @@ def calculate_train_flops(seqlens: Iterable[int], args: Args) -> float:
 
     Args:
         seqlens: as `calculate_fwd_flops`.
-        args: Megatron's size attributes.
+        args: Megatron's size attributes, and `lora_rank`: the weights under adapters get no gradients.
 
     Raises:
         ValueError: the sizes do not describe a model.
     """
     shape, lengths = _shape_of(args), list(seqlens)
-    return 3 * forward_flops(shape, lengths) - 2 * sum(map(_indexer_flops(shape), lengths))
+    frozen = _coefficients(shape)[0] * sum(lengths) if vars(args).get("lora_rank") else 0.0
+    return 3 * forward_flops(shape, lengths) - 2 * sum(map(_indexer_flops(shape), lengths)) - frozen
 
 
 def forward_flops(shape: ModelShape, seqlens: Iterable[float]) -> float:

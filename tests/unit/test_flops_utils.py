@@ -113,6 +113,13 @@ def test_the_delta_rule_has_the_products_that_are_counted():
     torch.testing.assert_close(ours, out, rtol=1e-4, atol=1e-5)
 
 
+def test_weights_under_adapters_get_no_gradients():
+    n, attention = 40, 2 * 2 * 3 * 40 * 40  # two products of 2 x 3 channels over n x n pairs, half of them masked
+    weights = calculate_fwd_flops([n], sizes()) - attention
+    assert calculate_train_flops([n], sizes()) == 3 * weights + 3 * attention
+    assert calculate_train_flops([n], sizes(lora_rank=2)) == 2 * weights + 3 * attention
+
+
 SPARSE = {
     "multi_latent_attention": True,
     "q_lora_rank": 6,

@@ -240,8 +240,8 @@ LORA: tuple[Check, ...] = (
     ),
     Rule(
         lambda a: a.lora_alpha is not None and a.lora_alpha <= 0,
-        "--lora-alpha {lora_alpha:g}: adapters are multiplied by alpha / rank, so it must be above 0; leave it out for "
-        "twice the rank.",
+        "--lora-alpha {lora_alpha:g}: adapters are multiplied by alpha / rank, so it must be above 0; leave it out "
+        "for twice the rank.",
     ),
     Rule(
         lambda a: a.transformer_impl == "transformer_engine",
