@@ -11,13 +11,16 @@ block of Python; `Answer: \boxed{...}` ends the conversation.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from tool_sandbox import config_of
 
+from slime.agent.sandbox import BACKENDS
 from slime.rollout.multi_turn import Conversation, converse
 from slime.rollout.rm_hub import compute_score_dapo
 from slime.rollout.tool_calls import ToolCall, parse_tool_calls
+from slime.utils.errors import UsageError
 from slime.utils.types import Sample
 
 _ANSWER = re.compile(r"Answer:\s*\\boxed\{")
@@ -55,6 +58,22 @@ class ReToolConversation(Conversation):
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
     """Solve one problem; as `slime.rollout.multi_turn.generate`, whose arguments and limits it has."""
     return await converse(ReToolConversation(args, sample), sampling_params, evaluation)
+
+
+def check_args(args: Any) -> Iterator[str]:
+    """A sentence for each setting that cannot be; slime asks before a run starts."""
+    if not vars(args).get("tool_function_path"):
+        yield "retool needs tool_function_path: tool_sandbox.code_interpreter in the file of --custom-config-path."
+    try:
+        backend = config_of(args)["backend"]
+    except UsageError as error:
+        yield from error.messages
+        return
+    if backend not in BACKENDS:
+        yield f"retool in --custom-config-path: there is no backend {backend!r}; there is {', '.join(BACKENDS)}."
+
+
+generate.check_args = check_args  # type: ignore[attr-defined]
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 from slime.agent.sandbox import SandboxError, SandboxTimeout, make_sandbox
 from slime.rollout.multi_turn import EnvError, ToolError
+from slime.utils.misc import merged_settings
 
 logger = logging.getLogger(__name__)
 TOOL_CONFIGS: dict[str, Any] = {
@@ -49,12 +50,9 @@ def config_of(args: Any) -> dict[str, Any]:
     """`TOOL_CONFIGS` with what the run's `retool` says.
 
     Raises:
-        ValueError: `retool` has an entry that there is not.
+        UsageError: `retool` has an entry that there is not, or a wrong value.
     """
-    given: Mapping[str, Any] = vars(args).get("retool") or {}
-    if unknown := given.keys() - TOOL_CONFIGS.keys():
-        raise ValueError(f"retool in --custom-config-path: {sorted(unknown)} unknown; there is {list(TOOL_CONFIGS)}")
-    return {**TOOL_CONFIGS, **given}
+    return merged_settings("retool", vars(args).get("retool"), TOOL_CONFIGS)
 
 
 class PythonSandbox:

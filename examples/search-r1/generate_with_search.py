@@ -16,7 +16,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +26,8 @@ from qa_em_format import compute_score_em
 
 from slime.rollout.sampling.generation import GenerateState
 from slime.rollout.sampling.generation import generate as generate_once
+from slime.utils.errors import UsageError
+from slime.utils.misc import merged_settings
 from slime.utils.processing_utils import encode_text
 from slime.utils.types import Sample
 
@@ -56,13 +58,23 @@ def config_of(args: Any) -> dict[str, Any]:
     """`SEARCH_R1_CONFIGS` with what the run's `search_r1` says.
 
     Raises:
-        ValueError: `search_r1` has an entry that there is not.
+        UsageError: `search_r1` has an entry that there is not, or a wrong value.
     """
-    given: Mapping[str, Any] = vars(args).get("search_r1") or {}
-    if unknown := given.keys() - SEARCH_R1_CONFIGS.keys():
-        raise ValueError(f"search_r1 in --custom-config-path: {sorted(unknown)} unknown; {list(SEARCH_R1_CONFIGS)}")
-    merged = {**SEARCH_R1_CONFIGS, **given}
-    return merged | {part: {**SEARCH_R1_CONFIGS[part], **merged[part]} for part in ("local", "google", "reward")}
+    return merged_settings("search_r1", vars(args).get("search_r1"), SEARCH_R1_CONFIGS)
+
+
+def check_args(args: Any) -> Iterator[str]:
+    """A sentence for each setting that cannot be; slime asks before a run starts."""
+    try:
+        config = config_of(args)
+    except UsageError as error:
+        yield from error.messages
+        return
+    backend, google = config["search_backend"], config["google"]
+    if backend not in ("local", "google"):
+        yield f"search_r1 in --custom-config-path: search_backend {backend!r} is neither local nor google."
+    if backend == "google" and not (google["api_key"] and google["snippet_only"]):
+        yield "search_r1 in --custom-config-path: google needs its api_key, and snippet_only: true."
 
 
 async def search(query: str, *, config: Mapping[str, Any] = SEARCH_R1_CONFIGS) -> str:
@@ -180,6 +192,9 @@ async def _act(args: Any, sample: Sample, text: str, config: Mapping[str, Any]) 
     sample.append_response_tokens(args, tokens=ids, trainable=False, text=observation)
     metadata["turn_start"] = sample.response_length
     return False
+
+
+generate.check_args = check_args  # type: ignore[attr-defined]
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:

@@ -18,11 +18,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from slime.utils.errors import UsageError
 from slime.utils.http.network import given_address
 
 if TYPE_CHECKING:
@@ -328,6 +329,44 @@ def listen_anywhere(host: str | None = None) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
+
+
+def merged_settings(name: str, given: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `defaults` with what the entry `name` of the --custom-config-path file says in their place.
+
+    Args:
+        given: the entry, a mapping; None where the file has none. A mapping that is in it is merged too.
+        defaults: every entry that there is. An empty mapping takes any entries.
+
+    Raises:
+        UsageError: an entry is unknown, has another type than its default, or is a number below 1 (a whole one) or 0.
+    """
+    where = f"{name} in --custom-config-path"
+    if given is not None and not isinstance(given, Mapping):
+        raise UsageError(f"{where} must be a mapping, not {shown(given)}.")
+    merged, problems = dict(defaults), []
+    for key, value in (given or {}).items():
+        default = defaults.get(key)
+        if key not in defaults:
+            problems.append(f"{where}: {key!r} is unknown; there is {', '.join(defaults)}.")
+        elif isinstance(default, Mapping) and default and isinstance(value, Mapping):
+            merged[key] = merged_settings(f"{name}: {key}", value, default)
+        elif default is not None and not _is_like(value, default):
+            problems.append(
+                f"{where}: {key} is {shown(value)}, of another kind than the default {default!r}, or too small."
+            )
+        else:
+            merged[key] = value
+    if problems:
+        raise UsageError(problems)
+    return merged
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    if isinstance(default, bool) or not isinstance(default, int | float):
+        return isinstance(value, Mapping if isinstance(default, Mapping) else type(default))
+    is_whole = isinstance(default, int)
+    return is_finite_number(value) and value >= is_whole and (isinstance(value, int) or not is_whole)
 
 
 def needed(value: T | None) -> T:

@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 
 from examples.multi_agent.agent_system import SelectorAgent
-from examples.multi_agent.rollout_with_multi_agents import config_of, generate_with_multi_agents
+from examples.multi_agent.rollout_with_multi_agents import generate_with_multi_agents
 from slime.config.parse import CommandLine
 from slime.utils.errors import UsageError
 from slime.utils.types import Sample
@@ -98,13 +98,26 @@ def test_the_last_judgment_names_a_solution(said, index):
     assert SelectorAgent.extract_selected_solution_idx(said, ["a", "b"]) == index
 
 
-def test_prompts_can_be_others_and_wrong_settings_are_refused(monkeypatch):
+def test_prompts_can_be_others_and_have_to_be_messages(monkeypatch):
     samples, _ = run(monkeypatch, [RIGHT, RIGHT, RIGHT, RIGHT, "1"], templates={"selector": "{count}:{solutions}?"})
     assert "user\n2:Solution 1:" in samples[-1].prompt
-    with pytest.raises(ValueError, match="'parallel'"):
-        config_of(Namespace(multi_agent={"parallel": 1}))
     with pytest.raises(UsageError, match="--apply-chat-template off"):
         SelectorAgent(Namespace(), Sample(prompt="1+2?"), {}, False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"parallel": 1}, "'parallel' is unknown"),
+        ({"num_parallel": 2.5}, "num_parallel is 2.5"),
+        ({"templates": {"judge": "{problem}"}}, "there is no 'judge'; there is solver, rewriter, selector"),
+        ({"templates": {"solver": "{problem} as {json}"}}, "the template of solver has braces around something else"),
+        ({"custom_multi_agent_function_path": "no.such.function"}, "cannot load 'no.such.function'"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_before_the_run(settings, said):
+    (problem,) = generate_with_multi_agents.check_args(Namespace(multi_agent=settings))
+    assert said in problem
 
 
 def test_the_run_for_gpus_has_flags_that_fit_each_other(tmp_path):

@@ -29,6 +29,7 @@ rl = load_example(FOLDER, "rl_data_preprocess")
 data = load_example(FOLDER, "make_data", own_name="retool_make_data")
 Status = Sample.Status
 END = "<|im_end|>"
+TOOL = {"tool_function_path": "tool_sandbox.code_interpreter"}
 ANSWER = "Answer: \\boxed{42}"
 
 
@@ -125,9 +126,23 @@ def test_a_call_without_a_program_is_the_models_error(arguments):
         asyncio.run(tool.code_interpreter(Namespace(), Sample(), "code_interpreter", arguments))
 
 
-def test_a_setting_that_there_is_not_is_refused():
-    with pytest.raises(ValueError, match="'timeout'"):
-        tool.config_of(Namespace(retool={"timeout": 1}))
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"timeout": 1}, "'timeout' is unknown"),
+        ({"tool_concurrency": 0}, "tool_concurrency is 0"),
+        ({"backend": "podman"}, "there is no backend 'podman'; there is local, docker"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_before_the_run(settings, said):
+    (problem,) = gen.generate.check_args(Namespace(**(TOOL | {"retool": settings})))
+    assert said in problem
+
+
+def test_the_tool_has_to_be_named():
+    (problem,) = gen.generate.check_args(Namespace())
+    assert "tool_function_path: tool_sandbox.code_interpreter" in problem
+    assert not list(gen.generate.check_args(Namespace(**TOOL)))
 
 
 @pytest.mark.parametrize(

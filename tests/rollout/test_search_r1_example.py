@@ -143,9 +143,25 @@ def test_a_rollout_that_ends_keeps_what_was_found(monkeypatch, url):
     assert (sample.status, sample.response) == (Status.ABORTED, TURNS[0] + ANNA)
 
 
-def test_a_setting_that_there_is_not_is_refused():
-    with pytest.raises(ValueError, match="'top_k'"):
-        gen.config_of(Namespace(search_r1={"top_k": 1}))
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"top_k": 1}, "'top_k' is unknown"),
+        ({"max_turns": "two"}, "max_turns is two, of another kind than the default 2"),
+        ({"search_concurrency": 0}, "search_concurrency is 0"),
+        ({"local": {"url": "x"}}, "search_r1: local in --custom-config-path: 'url' is unknown"),
+        ({"search_backend": "bing"}, "search_backend 'bing' is neither local nor google"),
+        ({"search_backend": "google"}, "google needs its api_key"),
+        ([], "search_r1 in --custom-config-path must be a mapping"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_before_the_run(settings, said):
+    (problem,) = gen.generate.check_args(Namespace(search_r1=settings))
+    assert said in problem
+
+
+def test_settings_stay_as_they_are_where_the_run_says_nothing():
+    assert not list(gen.generate.check_args(Namespace()))
     assert gen.config_of(Namespace())["local"]["search_url"] == "http://127.0.0.1:8000/retrieve"
 
 
