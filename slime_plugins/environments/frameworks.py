@@ -4,8 +4,9 @@ Runs in the framework's virtual environment: nothing of slime's is imported, and
 
 An environment has `num_tasks` (None: no end), `drives_model`, `prompt(task)` -> {messages, tools}, and either
 `start(task)` -> an episode, or `play(task, run's endpoint)` -> a Future of {reward, metrics, error}. An episode has
-`messages`, `tools`, `step(text, calls)` -> {messages, done} and `finish()` -> {reward, metrics}. A class of your own
-that has these is served by `--framework python --environment module:Class`.
+`messages`, `tools`, `step(text, calls)` -> {messages, done} and `finish()` -> {reward, metrics}; `close()`, where it
+has that, is called last, also when it failed or was forgotten. A class of your own that has these is served by
+`--framework python --environment module:Class`.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class OpenEnv:
 
     def prompt(self, task: int) -> dict[str, Any]:
         episode = self.start(task)
-        episode.environment.close()
+        episode.close()
         return {"messages": episode.messages, "tools": self.tools}
 
     def start(self, task: int) -> _OpenEnvEpisode:
@@ -193,7 +194,12 @@ class _OpenEnvEpisode:
         self.owner, self.tools = owner, owner.tools
         self.environment = owner.make(**owner.arguments)
         reset = {"seed": task} if owner.split is None else {"split": owner.split, "index": task}
-        first = self.environment.reset(**reset)
+        self._is_closed = False
+        try:
+            first = self.environment.reset(**reset)
+        except BaseException:
+            self.close()
+            raise
         system = [{"role": "system", "content": owner.system}] if owner.system else []
         self.messages = [*system, {"role": "user", "content": _shown(first)}]
         self.rewards: list[float] = []
@@ -238,8 +244,14 @@ class _OpenEnvEpisode:
         self.is_done = bool(observation.done)
         return observation
 
+    def close(self) -> None:
+        """Close the environment, once."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.environment.close()
+
     def finish(self) -> dict[str, Any]:
-        self.environment.close()
+        self.close()
         reward = sum(self.rewards) if self.owner.kind == "sum" else (self.rewards or [0.0])[-1]
         return {"reward": reward, "metrics": {"steps": float(len(self.rewards)), "done": float(self.is_done)}}
 

@@ -38,6 +38,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -89,8 +90,10 @@ class Worker:
         except BaseException as error:
             raise _raised(error) from error
 
-    def end(self) -> None:
-        """End the thread, once its last call has returned."""
+    def end(self, last: Callable[[], Any] | None = None) -> None:
+        """End the thread, once its last call has returned; `last` is called in it before."""
+        if last is not None:
+            self._jobs.put((last, (), Future()))
         self._jobs.put(None)
 
     def _run(self) -> None:
@@ -206,7 +209,7 @@ class Episodes:
     def _forget(self, key: str) -> None:
         held = self._held.pop(key, None)
         if held is not None:
-            held[1].end()
+            held[1].end(getattr(held[0], "close", None))
 
     def _check_room(self) -> None:
         now = time.monotonic()

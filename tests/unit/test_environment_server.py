@@ -10,15 +10,21 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
+from slime.processes.wait import wait
 from slime_plugins.environments import frameworks, server
 
 
 class Episode:
     messages, tools = [{"role": "user", "content": "go"}], None
+    num_closed = 0
+
+    def close(self) -> None:
+        Episode.num_closed += 1
 
     def step(self, text: str, calls: list[Any]) -> dict[str, Any]:
         if text == "slow":
@@ -148,6 +154,41 @@ def test_episodes_are_bounded_and_forgotten_when_nobody_asks_for_them(ask):
     time.sleep(0.01)
     assert ask("/start", {"task": 0})[0] == 200
     assert ask("/step", {"episode": old, "text": "", "calls": []})[0] == 410
+
+
+def test_an_episode_that_failed_is_closed_as_one_that_was_finished(ask):
+    before = Episode.num_closed
+    for verb, more in (("/finish", {}), ("/step", {"text": "late", "calls": []})):
+        _, started = ask("/start", {"task": 0})
+        ask(verb, {"episode": started["episode"], **more})
+    wait("both to be closed", 10, lambda: Episode.num_closed == before + 2, interval_s=0.01)
+
+
+class OneEnvironment:
+    """An environment as OpenEnv's, whose reset may fail."""
+
+    closed: ClassVar[list[int]] = []
+
+    def reset(self, seed: int) -> Any:
+        if seed == 1:
+            raise RuntimeError("no such seed")
+        return SimpleNamespace(done=False, error="nothing to see")
+
+    def close(self) -> None:
+        self.closed.append(1)
+
+
+def test_an_environment_of_openenv_is_closed_once_whatever_happens():
+    owner: Any = SimpleNamespace(
+        make=OneEnvironment, arguments={}, split=None, system=None, tools=None, kind="sum", field=None
+    )
+    episode = frameworks._OpenEnvEpisode(owner, 0)
+    episode.finish()
+    episode.close()
+    assert OneEnvironment.closed == [1]
+    with pytest.raises(RuntimeError, match="no such seed"):
+        frameworks._OpenEnvEpisode(owner, 1)
+    assert OneEnvironment.closed == [1, 1]
 
 
 def test_the_server_starts_without_slime_and_says_where_it_serves(tmp_path: Path):
