@@ -202,14 +202,13 @@ def load(running: int, speed: float, *, queued: int = 0, kv_use: float = 0.5) ->
 
 def test_loads_say_which_engine_is_slow_and_whether_requests_wait_for_cache() -> None:
     full = load(8, 10.0, queued=3, kv_use=0.95)
-    found = load_metrics(
-        [{"a": load(8, 30.0), "b": load(8, 30.0), "c": full}, {"a": load(1, 90.0), "c": load(8, 20.0)}]
-    )
+    looks = [{"a": load(8, 30.0), "b": load(8, 30.0), "c": full}, {"a": load(1, 90.0), "c": load(8, 20.0)}]
+    found = load_metrics({"router": looks})
     prefix = "rollout/engine_loads/"
     assert found[f"{prefix}running"] == (8 + 8 + 8 + 1 + 8) / 5 and found[f"{prefix}queued"] == 3 / 5
     assert found[f"{prefix}full_ratio"] == 1 / 2, "one of the two looks at c"
     assert found[f"{prefix}slowest_ratio"] == 30.0 / ((10.0 + 20.0) / 2), "one request alone is no comparison"
-    assert load_metrics([]) == {} and f"{prefix}slowest_ratio" not in load_metrics([{"a": load(8, 30.0)}])
+    assert load_metrics({}) == {} and f"{prefix}slowest_ratio" not in load_metrics({"r": [{"a": load(8, 30.0)}]})
 
 
 def test_engines_are_asked_for_their_loads_while_they_generate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,3 +232,22 @@ def test_engines_are_asked_for_their_loads_while_they_generate(monkeypatch: pyte
     assert found["rollout/engine_loads/full_ratio"] == 1 and found["rollout/engine_loads/tokens_per_s"] == 80
     assert found["rollout/engine_loads/cache_hits"] == (0.2 + 0.6) / 2
     assert watch.take() == {}
+
+
+def test_only_engines_of_one_model_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A judge of another size beside the policy is no slow engine."""
+    speeds = {"policy-1": 40.0, "policy-2": 80.0, "judge": 4.0}
+
+    def loads(url: str, *, timeout_s: float) -> list[dict[str, Any]]:
+        return [{"num_running_reqs": 1, "gen_throughput": speeds[url]}]
+
+    def workers(router: str, *, timeout_s: float) -> list[str]:
+        return [url for url in speeds if url.startswith(router)]
+
+    monkeypatch.setattr(server_control, "list_workers_sync", workers)
+    monkeypatch.setattr(server_control, "loads_sync", loads)
+    watch = EngineLoads(lambda: ["policy", "judge"])
+    watch.tick()
+    found = watch.take()
+    assert found["rollout/engine_loads/slowest_ratio"] == 80.0 / 40.0
+    assert found["rollout/engine_loads/tokens_per_s"] == (40.0 + 80.0 + 4.0) / 3

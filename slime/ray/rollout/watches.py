@@ -273,6 +273,10 @@ class RouterWatch(Watch):
                 self._asked = time.monotonic()
 
 
+Look = Mapping[str, Mapping[str, float]]
+"""Address of each engine behind a router -> its load."""
+
+
 class EngineLoads(Watch):
     """Asks every few seconds how busy engines are, for metrics of a rollout; an engine that does not tell is left out.
 
@@ -284,26 +288,27 @@ class EngineLoads(Watch):
         super().__init__("engine-loads", every_s=LOADS_EVERY_S)
         self._routers = routers
         self._lock = threading.Lock()
-        self._looks: list[dict[str, dict[str, float]]] = []
+        self._looks: dict[str, list[Look]] = {}
 
     def tick(self) -> None:
         """Ask once; only what engines say while they generate is kept."""
-        urls: set[str] = set()
         for router in self._routers():
             with suppress(HttpError):
-                urls |= set(server_control.list_workers_sync(router, timeout_s=ASK_S))
+                self._look(router, server_control.list_workers_sync(router, timeout_s=ASK_S))
+
+    def _look(self, router: str, urls: Iterable[str]) -> None:
         look = {}
         for url in sorted(urls):
             with suppress(HttpError):
                 look[url] = _sums(server_control.loads_sync(url, timeout_s=ASK_S))
         if any(load["running"] for load in look.values()):
             with self._lock:
-                self._looks.append(look)
+                self._looks.setdefault(router, []).append(look)
 
     def take(self) -> dict[str, float]:
         """Return the metrics of what was seen since the last call; nothing where nothing was."""
         with self._lock:
-            looks, self._looks = self._looks, []
+            looks, self._looks = self._looks, {}
         return load_metrics(looks)
 
 
@@ -317,27 +322,37 @@ def _sums(ranks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return load | {"cache_hits": statistics.fmean(hits) if hits else 0.0}
 
 
-def load_metrics(looks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
-    """Return `rollout/engine_loads/...` of several looks, each engine's address -> its load.
+def load_metrics(seen: Mapping[str, Sequence[Look]]) -> dict[str, float]:
+    """Return `rollout/engine_loads/...` of several looks at the engines behind each router.
 
     Means are over looks and engines; `full_ratio` is the share of the looks at the fullest engine in which requests
-    queued for want of KV cache; `slowest_ratio` how many times as fast as the slowest engine the median one serves a
-    request. Only engines with at least half as many requests as the busiest are compared: few requests are faster.
+    queued for want of KV cache; `slowest_ratio` how many times as fast as the slowest engine the median one of the
+    same model serves a request.
 
     Example:
         >>> load = {"running": 4.0, "queued": 0.0, "tokens_per_s": 80.0, "kv_use": 0.5, "cache_hits": 0.1}
-        >>> load_metrics([{"a": load, "b": load | {"tokens_per_s": 20.0}}])["rollout/engine_loads/slowest_ratio"]
+        >>> looks = [{"a": load, "b": load | {"tokens_per_s": 20.0}}]
+        >>> load_metrics({"router": looks})["rollout/engine_loads/slowest_ratio"]
         4.0
     """
+    looks = [look for of_router in seen.values() for look in of_router]
     if not looks:
         return {}
     loads = [load for look in looks for load in look.values()]
     found = {name: statistics.fmean(load[name] for load in loads) for name in loads[0]}
-    engines = {url for look in looks for url in look}
     shares = [
         statistics.fmean(look[url]["kv_use"] >= FULL and look[url]["queued"] > 0 for look in looks if url in look)
-        for url in engines
+        for url in {url for look in looks for url in look}
     ]
+    found |= {"full_ratio": max(shares)}
+    if ratios := [ratio for of_router in seen.values() if (ratio := _slowest_ratio(of_router))]:
+        found["slowest_ratio"] = max(ratios)
+    return dict_add_prefix(found, "rollout/engine_loads/")
+
+
+def _slowest_ratio(looks: Sequence[Look]) -> float | None:
+    """Of the engines of one model; only those with at least half as many requests as the busiest are compared, as few
+    requests are faster."""
     speeds: dict[str, list[float]] = {}
     for look in looks:
         most = max(load["running"] for load in look.values())
@@ -345,10 +360,7 @@ def load_metrics(looks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str
             if most and load["running"] >= most / 2:
                 speeds.setdefault(url, []).append(load["tokens_per_s"] / load["running"])
     means = [statistics.fmean(values) for values in speeds.values()]
-    found |= {"full_ratio": max(shares)}
-    if len(means) > 1 and min(means) > 0:
-        found["slowest_ratio"] = statistics.median_high(means) / min(means)
-    return dict_add_prefix(found, "rollout/engine_loads/")
+    return statistics.median_high(means) / min(means) if len(means) > 1 and min(means) > 0 else None
 
 
 def engine_state(routers: Iterable[str], engines: Iterable[str]) -> dict[str, Any]:
