@@ -6,6 +6,7 @@ error of an engine or of the grader is an error of the sample (--on-sample-error
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -128,15 +129,17 @@ async def run_agent_system(
         if candidates := [part for part in rewritten if solution_of(part, tokenizer)]:
             selector = await SelectorAgent(*asked).run(_solutions(candidates, tokenizer))
             index = SelectorAgent.extract_selected_solution_idx(selector.response, candidates)
+            selector.reward = Sample.reward_of(args, 0.0)
             if index is not None:
                 chosen_reward = float(candidates[index].get_reward_value(args))
+                selector.reward = copy.copy(candidates[index].reward)
                 selector.reward_is_trusted = candidates[index].reward_is_trusted
-            selector.reward = chosen_reward
             made.append(selector)
     if not evaluation:
         weight = config["correct_reward_weight" if chosen_reward == 1 else "incorrect_reward_weight"]
         for part in made:
-            part.reward = float(part.get_reward_value(args)) * weight
+            number = float(part.get_reward_value(args)) * weight
+            part.reward = part.reward | {args.reward_key: number} if isinstance(part.reward, dict) else number
     return made
 
 

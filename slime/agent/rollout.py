@@ -89,7 +89,7 @@ async def generate(
     """
     limit = args.eval_max_context_len if evaluation else args.rollout_max_context_len
     execution = Execution(args, sample, sampling_params, settings=read_settings(args), evaluation=evaluation)
-    execution.max_context_tokens, execution.reward_key = limit or 0, args.reward_key
+    execution.max_context_tokens, execution.has_reward_key = limit or 0, args.reward_key is not None
     return await execution.run()
 
 
@@ -102,7 +102,7 @@ class Execution:
 
     Attributes:
         max_context_tokens: of prompt and answer of a turn together; 0 is no limit.
-        reward_key: the reward is a dict with this key.
+        has_reward_key: the reward is a dict with what --reward-key and --eval-reward-key name.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Execution:
         self.places = Places(settings.at_a_time)
         self.seconds = settings.budgets.seconds or AGENT_S
         self.max_context_tokens, self.key = 0, ""
-        self.reward_key: str | None = None
+        self.has_reward_key = False
 
     @functools.cached_property
     def harness(self) -> BaseHarness:
@@ -313,7 +313,7 @@ class Execution:
         return (None, error) if error else (task.result(), None)
 
     def _number(self, value: float) -> Reward:
-        return {self.reward_key: value} if self.reward_key else value
+        return Sample.reward_of(self.args, value) if self.has_reward_key else value
 
     async def _samples(self, gateway: Gateway, outcome: Outcome) -> Sample | list[Sample]:
         """The session's samples, with how they ended; one that trains nothing where the agent made no call."""

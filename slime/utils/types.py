@@ -203,6 +203,12 @@ class Sample:
             raise ValueError(f"--reward-key {args.reward_key}: the reward {self.reward!r} has no such key")
         return self.reward[args.reward_key]
 
+    @staticmethod
+    def reward_of(args: Args, number: float) -> float | dict[str, float]:
+        """A number as a reward that has every entry which --reward-key and --eval-reward-key read."""
+        keys = (args.reward_key, args.eval_reward_key or args.reward_key) if args.reward_key else ()
+        return {key: number for key in keys if key} or number
+
     def counts(self, args: Args) -> bool:
         """Whether the reward says something: it is trusted, or --on-untrusted-reward keep."""
         return bool(self.reward_is_trusted) or args.on_untrusted_reward == "keep"

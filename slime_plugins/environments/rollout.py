@@ -136,7 +136,7 @@ async def _converse(
             await process.tell("finish", episode=episode)
     conversation.measure_drift()
     sample.status = Status.TRUNCATED if reason in _CUT_OFF else Status.COMPLETED
-    sample.end_reason, sample.reward = reason, _reward(args, result["reward"])
+    sample.end_reason, sample.reward = reason, Sample.reward_of(args, result["reward"])
     _note(sample, metrics=result["metrics"])
     return sample
 
@@ -250,7 +250,7 @@ class _Play:
         samples = await gateway.finish_session(
             key,
             base_sample=self.sample,
-            reward=_reward(args, result["reward"]),
+            reward=Sample.reward_of(args, result["reward"]),
             extra_metadata=self.sample.metadata,
         )
         if not samples:
@@ -259,10 +259,6 @@ class _Play:
             one.train_metadata = self.sample.train_metadata
             _note(one, metrics=result["metrics"])
         return samples[0] if len(samples) == 1 else samples
-
-
-def _reward(args: Args, value: float) -> float | dict[str, float]:
-    return {args.reward_key: value} if args.reward_key else value
 
 
 def _note(sample: Sample, **found: Any) -> None:
@@ -276,6 +272,6 @@ def _failed(args: Args, sample: Sample, error: Exception) -> Sample:
         sample.tokens, sample.response_length, sample.rollout_log_probs = [0, 0], 1, [0.0]
     sample.loss_mask, sample.remove_sample = [0] * sample.response_length, True
     sample.status, sample.end_reason, sample.reward_is_trusted = Status.COMPLETED, "env_error", False
-    sample.reward = _reward(args, 0.0)
+    sample.reward = Sample.reward_of(args, 0.0)
     _note(sample, error=str(error)[:500])
     return sample

@@ -146,6 +146,8 @@ def test_limits_of_turns_and_tokens_are_the_policys_and_are_scored(play):
 def test_a_reward_key_gets_the_reward(play):
     sample, _ = play(["one", "two"], flags={"reward_key": "score"})
     assert sample.reward == {"score": 2.0}
+    sample, _ = play(["one", "two"], flags={"reward_key": "score", "eval_reward_key": "acc"})
+    assert sample.reward == {"score": 2.0, "acc": 2.0}, "an evaluation reads the other"
 
 
 @pytest.mark.parametrize(

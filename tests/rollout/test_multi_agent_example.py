@@ -24,10 +24,10 @@ def new_sample() -> Sample:
     return Sample(index=7, group_index=2, prompt=prompt, label="3")
 
 
-def run(monkeypatch, replies, *, evaluation=False, **settings):
+def run(monkeypatch, replies, *, evaluation=False, flags=None, **settings):
     config = {"multi_agent": {"num_parallel": 2, **settings}}
-    flags = {"evaluation": evaluation, "custom": config, "rm_type": "deepscaler", "custom_rm_path": None}
-    return play(monkeypatch, generate_with_multi_agents, new_sample(), replies, **flags)
+    given = {"evaluation": evaluation, "custom": config, "rm_type": "deepscaler", "custom_rm_path": None}
+    return play(monkeypatch, generate_with_multi_agents, new_sample(), replies, **given | (flags or {}))
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,18 @@ def test_all_rewards_are_weighted_by_whether_the_choice_was_right(monkeypatch, j
     raw.append(0.0 if chosen is None else raw[2 + chosen])
     weight = 1.2 if raw[4] == 1 else 0.8
     assert [part.reward for part in samples] == pytest.approx([weight * reward for reward in raw])
+
+
+def test_rewards_with_parts_keep_them(monkeypatch):
+    async def parts(args, sample, **kwargs):
+        return {"score": float("boxed{3}" in sample.response), "length": 7}
+
+    monkeypatch.setattr("examples.multi_agent.agent_system.async_rm", parts)
+    replies = [RIGHT, RIGHT, RIGHT, RIGHT, "Judgment: 1"]
+    samples, _ = run(monkeypatch, replies, flags={"reward_key": "score"})
+    assert [part.reward for part in samples] == [{"score": 1.2, "length": 7}] * 5
+    samples, _ = run(monkeypatch, [*replies[:4], "none"], flags={"reward_key": "score", "eval_reward_key": "acc"})
+    assert samples[-1].reward == {"score": 0.0, "acc": 0.0}
 
 
 CUT = ("<think>", "length")

@@ -51,7 +51,8 @@ def call(command: str) -> str:
 def arguments(agent: Any, **changed: Any) -> Any:
     values = {
         **dict.fromkeys(("agent_harness", "max_turns", "rollout_max_context_len", "eval_max_context_len"), None),
-        **{"sandbox_unsafe": False, "reward_key": None, "partial_rollout": False, "agent": agent},
+        **dict.fromkeys(("reward_key", "eval_reward_key")),
+        **{"sandbox_unsafe": False, "partial_rollout": False, "agent": agent},
     }
     return SimpleNamespace(**{**values, **changed})
 
