@@ -12,12 +12,13 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from examples.coding_agent_rl import swe
 from slime.agent.gateway import Budget, Gateway
+from slime.agent.harness import make_harness
 from slime.agent.rollout import Execution, Outcome
 from slime.agent.sandbox import E2BSandbox, GatewayAccess, SandboxError
 from slime.agent.sandbox.grading import Task
@@ -107,7 +108,8 @@ class SweExecution(Execution):
             budgets=Budget(seconds=CONFIG.agent_time_budget_sec),
         )
         super().__init__(args, sample, params, settings=settings, evaluation=evaluation)
-        self.max_context_tokens = args.rollout_max_context_len or 0
+        of_evaluation = vars(args).get("eval_max_context_len") if evaluation else None
+        self.max_context_tokens = of_evaluation or args.rollout_max_context_len or 0
 
     async def gateway(self) -> Gateway:
         return self.service.gateway
@@ -157,6 +159,22 @@ async def generate(
         reason = samples[0].metadata.get("abort_reason") or "adapter_session_empty"
         return [_aborted(base_sample, reason, **samples[0].metadata)]
     return samples
+
+
+def check_args(args: Any) -> Iterator[str]:
+    """A sentence for each environment variable that cannot work; slime asks before a run starts."""
+    if not CONFIG.adapter_public_host:
+        yield "ADAPTER_PUBLIC_HOST is not set: the name of this host as the sandboxes reach it."
+    for name, protocol in (("TRAIN", CONFIG.train_protocol), ("EVAL", CONFIG.eval_protocol)):
+        if protocol != swe.PROTOCOL:
+            yield f"SWE_{name}_PROTOCOL={protocol}: rows of {swe.PROTOCOL} are evaluated here; all others are aborted."
+    try:
+        make_harness(_setting("SWE_AGENT", "claude_code"))
+    except UsageError as error:
+        yield f"SWE_AGENT: {error}."
+
+
+generate.check_args = check_args  # type: ignore[attr-defined]
 
 
 def _aborted(sample: Sample, reason: str, **metadata: Any) -> Sample:

@@ -15,6 +15,7 @@ from slime.agent.sandbox import E2BSandbox, Sandbox, SandboxError
 from slime.agent.sandbox.results import OUTPUT_BYTES, SandboxTimeout
 from slime.utils.types import Sample
 
+PROTOCOL = "scaleswe"
 STATEMENT = "PROBLEM_STATEMENT.md"
 SWE_PROMPT = (
     f"Read {STATEMENT} and make the change that it asks for. Edit the sources, and leave the tests as they are. "
@@ -56,7 +57,7 @@ def evaluability_check(md: dict[str, Any]) -> str | None:
     """Why a row cannot be worked on; None where it can."""
     if not md["image"] or not md["workdir"]:
         return "missing_image_or_workdir"
-    if md["protocol"] != "scaleswe":
+    if md["protocol"] != PROTOCOL:
         return f"unevaluatable:protocol {md['protocol']}"
     return None if md["eval_cmd"] else "unevaluatable:no eval_cmd or f2p_script"
 

@@ -154,6 +154,28 @@ def test_what_cannot_be_trained_is_aborted_with_its_reason(run, monkeypatch):
         assert sample.tokens == [0, 0] and sample.loss_mask == [0] and sample.remove_sample
 
 
+def test_variables_that_cannot_work_are_sentences_before_the_run(monkeypatch):
+    def problems(**values: Any) -> list[str]:
+        monkeypatch.setattr(gen, "CONFIG", gen.SweConfig(**{"adapter_public_host": "here", **values}))
+        return list(gen.generate.check_args(SimpleNamespace()))
+
+    assert problems() == []
+    assert "ADAPTER_PUBLIC_HOST is not set" in problems(adapter_public_host="")[0]
+    assert "SWE_TRAIN_PROTOCOL=swebench: rows of scaleswe" in problems(train_protocol="swebench")[0]
+    monkeypatch.setenv("SWE_AGENT", "claud_code")
+    assert "no agent harness is called 'claud_code'" in problems()[0]
+
+
+def test_an_evaluation_has_its_own_limit_of_the_context(run, monkeypatch):
+    args = SimpleNamespace(rollout_max_context_len=4096, eval_max_context_len=8192)
+    monkeypatch.setattr(gen, "_AdapterService", lambda args: SimpleNamespace(url="http://here:1"))
+    limits = [
+        gen.SweExecution(args, Sample(), {}, {}, evaluation=evaluation).max_context_tokens
+        for evaluation in (False, True)
+    ]
+    assert limits == [4096, 8192]
+
+
 def test_a_sandbox_that_does_not_start_is_tried_again(run, monkeypatch):
     starts = []
 
