@@ -32,6 +32,13 @@ def problems(count: int, rng: random.Random) -> list[str]:
     return numbers
 
 
+def value_of(expression: str) -> str:
+    """The value of one of `problems`."""
+    product, _, less = expression.partition("-")
+    factors = [int(factor) for factor in product.split("*")]
+    return str(factors[0] * factors[1] - int(less))
+
+
 def question(expression: str) -> dict[str, str]:
     """What the user asks."""
     return {"role": "user", "content": f"{expression}="}
@@ -40,7 +47,7 @@ def question(expression: str) -> dict[str, str]:
 def demonstration(expression: str, *, good_share: float, rng: random.Random) -> list[dict[str, str]]:
     """A conversation: a program that prints; or one that does not, and a guess; or a guess at once."""
     kind = "good" if rng.random() < good_share else rng.choice(["silent", "guess"])
-    value = str(eval(expression)) if kind == "good" else str(rng.randrange(10, 9900))  # noqa: S307 our own digits
+    value = value_of(expression) if kind == "good" else str(rng.randrange(10, 9900))
     answer = {"role": "assistant", "content": f"Answer: \\boxed{{{value}}}"}
     if kind == "guess":
         return [question(expression), answer]
@@ -89,10 +96,7 @@ def write_data(args: argparse.Namespace) -> dict[str, int]:
     shown = ({"messages": demonstration(text, good_share=args.good_share, rng=rng)} for text in chosen)
     counts = {"sft.jsonl": write_jsonl(output / "sft.jsonl", shown)}
     for name, expressions in (("train.jsonl", training), ("eval.jsonl", held_out)):
-        rows = (
-            {"prompt": [question(text)], "label": str(eval(text)), "tools": [SCHEMA]}  # noqa: S307
-            for text in expressions
-        )
+        rows = ({"prompt": [question(text)], "label": value_of(text), "tools": [SCHEMA]} for text in expressions)
         counts[name] = write_jsonl(output / name, rows)
     (output / "eval.yaml").write_text(eval_config(output / "eval.jsonl", args.eval_samples))
     limits = "retool: {python_timeout: 5.0, python_memory_mb: 256, tool_concurrency: 4}"

@@ -63,12 +63,8 @@ _ABANDONED_S = 60.0
 _KEPT_ANSWERS = 64
 _RESUBMIT_S = 0.2
 _TOO_LONG = re.compile(r"\((\d+) tokens\).*context length \((\d+) tokens\)", re.DOTALL)
-_STATUS_OF = {
-    "max_turns": Sample.Status.TRUNCATED,
-    "budget": Sample.Status.TRUNCATED,
-    "length": Sample.Status.TRUNCATED,
-    "aborted": Sample.Status.ABORTED,
-}
+_STATUS_OF = dict.fromkeys(("max_turns", "budget", "length"), Sample.Status.TRUNCATED)
+_STATUS_OF["aborted"] = Sample.Status.ABORTED
 _REASON_OF = {Sample.Status.TRUNCATED: "length", Sample.Status.ABORTED: "aborted"}
 
 

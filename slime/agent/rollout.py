@@ -324,8 +324,9 @@ class Execution:
             self.key, base_sample=sample, reward=outcome.reward, extra_metadata=kept | outcome.metadata
         )
         if not samples:
-            reason = reason if reason in _UNTRUSTED else "env_error"
-            samples = [_without_turns(sample, kept | {"agent_error": "the agent made no call"} | outcome.metadata)]
+            reason = reason if reason in (*_UNTRUSTED, "length") else "env_error"
+            error = "no turn of the agent's can be trained: it made none, or tool_choice forced each"
+            samples = [_without_turns(sample, kept | {"agent_error": error} | outcome.metadata)]
         for one in samples:
             if reason != "done" or one.end_reason is None:  # else the gateway's: how the last turn ended
                 one.end_reason, one.status = reason, Status.TRUNCATED if reason in _CUT_OFF else Status.COMPLETED

@@ -119,6 +119,8 @@ def unsupported_text(rows: Iterable[tuple[str, str]]) -> str:
     by_topic: dict[str, list[str]] = {}
     for flag, topic in rows:
         by_topic.setdefault(topic, []).append(flag)
+    if not by_topic:
+        return "Every flag that is declared works.\n"
     lines = ["Declared, planned by --dry-run, and refused by a run until the work on these topics is done:"]
     for topic in sorted(by_topic):
         lines += [f"\n{topic} ({len(by_topic[topic])})", *(f"  {flag}" for flag in by_topic[topic])]

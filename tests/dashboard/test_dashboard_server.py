@@ -252,7 +252,10 @@ def test_what_a_metric_means_comes_with_its_name(tmp_path: Path) -> None:
     write_run(tmp_path, 3)
     client = client_of(tmp_path)
     found = client.get(f"/api/runs/{only_run(client)}/metrics").json()
-    assert found["docs"]["rollout/raw_reward"]["meaning"] == "mean reward of the samples, as scored"
+    assert (
+        found["docs"]["rollout/raw_reward"]["meaning"]
+        == "mean reward of the samples, as scored; untrusted ones left out"
+    )
     assert set(found["docs"]) <= set(found["metrics"])
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
+from typing import Any
 
 import pytest
 
+from slime.config.ask import FlagStatus, explanation, unsupported_text
 from slime.config.other_names import HERE
 from slime.config.parse import CommandLine
 from slime.utils.errors import UsageError
@@ -52,7 +54,12 @@ def test_a_flag_is_explained_with_its_value_on_this_line(command_line: CommandLi
 
 
 def test_an_explanation_says_what_is_not_built_and_what_a_flag_was_called(command_line: CommandLine) -> None:
-    assert "status: not supported yet (LoRA)" in answer(command_line, "--explain lora-rank")
+    action = next(a for a in command_line.parser._actions if a.dest == "lora_rank")
+    later: dict[str, Any] = {"status_of": lambda _: FlagStatus("not supported yet", "LoRA"), "values": {}}
+    later |= {"older_names": {}, "explicit": frozenset()}
+    text = explanation(command_line.parser, action.option_strings[0], **later)
+    assert "status: not supported yet (LoRA)" in " ".join(text.split())
+    assert "status: works" in answer(command_line, "--explain lora-rank")
     assert answer(command_line, "--explain prompt-key").startswith("--input-key")
 
 
@@ -89,9 +96,9 @@ def test_every_name_of_another_trainer_leads_to_flags_that_exist(command_line: C
 
 
 def test_what_is_not_built_is_listed_with_the_work_that_brings_it(command_line: CommandLine) -> None:
-    text = answer(command_line, "--list-unsupported")
-    assert "--lora-rank" in text and "LoRA" in text
-    assert "--rollout-batch-size" not in text
+    text = unsupported_text([("--b", "z"), ("--a", "LoRA"), ("--c x", "LoRA")])
+    assert text.endswith("is done:\n\nLoRA (2)\n  --a\n  --c x\n\nz (1)\n  --b\n")
+    assert answer(command_line, "--list-unsupported") == "Every flag that is declared works."
 
 
 def test_bash_completes_flags_and_choices_behind_an_interpreter(command_line: CommandLine) -> None:

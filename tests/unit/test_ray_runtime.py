@@ -240,7 +240,8 @@ class EnvironmentReader:
         pass
 
     def train(self, rollout_id, refs, columns):
-        return {name: os.environ.get(name) for name in ("MY_SETTING", "OMP_WAIT_POLICY", "PYTHONUNBUFFERED")}, {}
+        names = ("MY_SETTING", "OMP_WAIT_POLICY", "PYTHONUNBUFFERED")
+        return [({name: os.environ.get(name) for name in names}, "train/step")], {}
 
     def shutdown(self):
         pass
@@ -260,7 +261,7 @@ def test_trainer_processes_get_more_variables_and_the_timeline_shows_their_calls
     args = cluster_args(output_dir=str(tmp_path), train_env_vars=more, ray_timeline_path=str(path), **unsaved)
     placed = placement.create_placement(args)
     group = RayTrainGroup(args, placed, actor_cls=EnvironmentReader)
-    assert group.train(0, [])[0] == {**more, "PYTHONUNBUFFERED": "1"}
+    assert group.train(0, [])[0] == [({**more, "PYTHONUNBUFFERED": "1"}, "train/step")]
     TrainingRun(args)._write_timeline()
     group.shutdown()
     ray.util.remove_placement_group(placed.group)

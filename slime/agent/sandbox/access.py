@@ -118,6 +118,7 @@ class GatewayDoor:
         headers = {name: value for name, value in request.headers.items() if name.lower() not in dropped}
         headers |= {"Authorization": f"Bearer {self.access.key}", "x-api-key": self.access.key}
         body = await request.read()
+        response: web.StreamResponse | None = None
         try:
             async with self._client.request(
                 request.method, url, headers=headers, data=body, allow_redirects=False
@@ -130,6 +131,10 @@ class GatewayDoor:
                 await response.write_eof()
                 return response
         except ClientError as error:
+            if response is not None:  # a part of the answer has gone out: only a cut says that it is not whole
+                if request.transport is not None:
+                    request.transport.abort()
+                return response
             return _error(502, "api_error", f"the gateway does not answer: {type(error).__name__}")
 
 

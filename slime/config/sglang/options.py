@@ -53,7 +53,11 @@ LIBRARY_POLICIES = ("consistent_hashing", "prefix_hash")
 POLICY_OPTIONS = ("router_policy", "router_prefill_policy", "router_decode_policy")
 ROUTER_DEFAULTS = {"log_level": "warn", "balance_abs_threshold": 10, "balance_rel_threshold": 1.2}
 # What slime itself reads, for a machine without SGLang. A test compares it with the installed defaults.
-READ_BY_SLIME = {"enable_deterministic_inference": False, "load_format": "auto", "speculative_algorithm": None}
+READ_BY_SLIME = {
+    "enable_deterministic_inference": False,
+    "load_format": "auto",
+    **dict.fromkeys(("reasoning_parser", "speculative_algorithm", "tool_call_parser")),
+}
 # Options that a patched SGLang has; where it is installed they are among its options, and known.
 OF_PATCHES = {
     "sglang_custom_pull_weights_pre_read_hook": "slime's own weight loader applies what engines read; leave it out"
