@@ -1,4 +1,4 @@
-"""What everything that watches a run costs its steps: dashboard, all trackers, rollout records, Prometheus.
+"""Measure what the dashboard, all trackers, rollout records and Prometheus cost a step.
 
     nice -n -10 python benchmarks/observers.py [--steps 20] [--step-s 6] [--samples 64] [--tokens 1024]
 
@@ -129,7 +129,7 @@ class Observers:
         return asking
 
     def has_recorded(self, step: int) -> bool:
-        """Whether a rollout's file is there."""
+        """Return whether the file of a rollout exists."""
         return samples_path(self._directory / "rollouts", step).exists()
 
     def resume(self) -> None:

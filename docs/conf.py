@@ -43,7 +43,7 @@ def _markdown_docstring(_app: Any, what: str, name: str, _obj: Any, _options: An
 
 
 def _whole_sentences(_app: Any, _what: str, name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
-    """Of an attribute's docstring napoleon takes what is before a colon for its type; ours are sentences."""
+    """Undo what napoleon does to an attribute: it takes the text before a colon for the type."""
     lines[:] = _attributes.pop(name, lines)
 
 

@@ -74,7 +74,7 @@ class Bug:
 
     @property
     def task(self) -> str:
-        """What the agent is told."""
+        """The agent's prompt."""
         return f"{self.name} fails: {self.source(self.wrong)}"
 
     @property

@@ -27,7 +27,7 @@ _PREPARE_S = 600
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What an evaluation found: reward 1.0 or 0.0, and whether the patch applied."""
+    """Result of an evaluation: the reward, 1.0 or 0.0, and whether the patch applied."""
 
     reward: float
     applied_cleanly: bool

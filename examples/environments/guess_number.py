@@ -21,7 +21,7 @@ class Guess(Action):
 
 
 class Hint(Observation):
-    """What the player is told."""
+    """The observation after a guess."""
 
     text: str
 
