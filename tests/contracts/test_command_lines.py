@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.coding_agent_rl.generate import SweConfig
 from slime.config.parse import Checked, CommandLine
 from slime.ray.driver import dry_run
 from tests.contracts.corpus import command_lines, place, write_hooks
@@ -42,6 +43,7 @@ def planned(command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.Monke
     """Check a line of the corpus, with more flags behind it, for GPUs that are not here."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    monkeypatch.setattr("examples.coding_agent_rl.generate.CONFIG", SweConfig(adapter_public_host="head"))
     monkeypatch.syspath_prepend(str(tmp_path))
     write_hooks(tmp_path)
 

@@ -53,6 +53,7 @@ BACKENDS = {
 }
 _LONGEST_POLL_S = 5.0
 _LOOK_S = 0.2
+_BEGUN_S = 10.0
 
 
 @runtime_checkable
@@ -149,13 +150,15 @@ async def exec_and_wait(
     # In parentheses: an `exit` in the command ends the command, not the script.
     await sb.write_file(script, "\n".join([*lines, "(", cmd, ")", f"echo $? > {done}", ""]), user=user)
     # The lock goes in a request of its own: one that is sent twice must not start the command twice.
-    await sb.exec(f"rm -rf {lock}; rm -f {shlex.quote(out)} {done}", user=user, check=True)
+    await sb.exec(f"rm -rf {lock}; rm -f {shlex.quote(out)} {done} {leader}", user=user, check=True)
     spawn = f"mkdir {lock} 2>/dev/null || exit 0; setsid bash {script} < /dev/null > {shlex.quote(out)} 2>&1 &"
     await sb.exec(f"chmod +x {script}; {spawn}", user=user, env=env)
     code = await _exit_code(sb, done, leader, time_budget_sec, user=user)
     if code is None:
-        # `setsid` made it the leader of a group: what it has started ends with it.
-        await sb.exec(f"kill -KILL -- -$(cat {leader})", user=user)
+        # `setsid` made it the leader of a group: what it has started ends with it. A small budget may end before it
+        # has begun, so its pid is waited for.
+        begun = f"timeout {_BEGUN_S} bash -c 'until test -s {leader}; do sleep 0.02; done'"
+        await sb.exec(f"{begun}; kill -KILL -- -$(cat {leader})", user=user)
         code = EXIT_TIME_BUDGET_EXCEEDED
     if want_output:
         return code, await sb.read_file(out, user=user)

@@ -119,9 +119,12 @@ def test_the_engines_choices_travel_to_the_trainer_and_none_may_be_missing():
     from slime.rollout.train_data import _routed_experts
     from slime.utils.types import Sample
 
-    assert _routed_experts(Sample(rollout_routed_experts=[1])) == [1]
+    theirs = np.full((4, 3, 2), 5, np.int32)  # positions, layers, experts of a token
+    assert _routed_experts(Sample(rollout_routed_experts=[1]), [1], theirs) == [1]
     with pytest.raises(ValueError, match="sample 7 has no rollout_routed_experts"):
-        _routed_experts(Sample(index=7))
+        _routed_experts(Sample(index=7), [1], theirs)
+    untrained = _routed_experts(Sample(tokens=[1, 2, 3]), [0], theirs)
+    assert untrained.tolist() == [[[0, 1]] * 3] * 2 and untrained.dtype == np.int32
 
 
 def save_metrics(actor: Any, records: list[Any], path: Any) -> None:
