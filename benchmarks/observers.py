@@ -1,22 +1,24 @@
 """Measure what the dashboard, all trackers, rollout records and Prometheus cost a step.
 
     nice -n -10 python benchmarks/observers.py [--steps 20] [--step-s 6] [--samples 64] [--tokens 1024]
+    python benchmarks/observers.py --trackers wandb      # what one library costs; also "none"
 
 A driver's loop with the real parts: each step logs the metrics of a rollout and of its training, then multiplies
 matrices on all cores, as much each time, in place of generation and training. Steps with and without observers take
 turns. With them, the step's samples are recorded, the five trackers (without a server) get its metrics, the dashboard
-has a page open (its stream, its curves), and Prometheus scrapes. Without them, their processes are stopped by SIGSTOP;
-what they have missed they do in the next step with them, so all of their work counts.
+has the page Curves open (its stream, and its key curves at each event), and Prometheus scrapes. Without them, their
+processes are stopped by SIGSTOP; what they missed they do in the next step with them, so all of their work counts.
 
 Printed is the median over pairs of neighbouring steps of time with / time without, at most 1.01; and the CPU time of
-the observers' processes and of this process's part, as a share of what the machine has in a step: it says more where
-the machine does other work, too.
+the observers, as a share of what the machine has in a step, in all and of each part: it says more where the machine
+does other work, too. Of this process that is logging (with alarms and the console) and the thread of the records.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import random
@@ -30,10 +32,12 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from urllib.parse import quote
 
 import numpy as np
 import psutil
@@ -54,16 +58,22 @@ from slime.observability.rollout_records.recorder import SampleRecorder  # noqa:
 LIMIT = 1.01
 TRACKERS = ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
 SIZE = 1024  # of the matrices
+CURVES = (
+    *("rollout/raw_reward", "rollout/truncated_ratio", "rollout/zero_std/fraction"),
+    *(f"rollout/response_len/{bound}" for bound in ("mean", "p10", "p90", "min", "max")),
+    *("train/loss", "train/pg_loss", "train/entropy_loss", "train/kl_loss", "train/ppo_kl", "train/pg_clipfrac"),
+    *("train/grad_norm", "train/train_rollout_logprob_abs_diff", "perf/step_time", "perf/tokens_per_gpu_per_sec"),
+)  # what the page draws without a click
 WARM_UP = 2
 
 
-def make_args(directory: Path) -> Args:
-    """The flags of a run with every tracker."""
+def make_args(directory: Path, trackers: Sequence[str]) -> Args:
+    """The flags of a run with some trackers."""
     values: dict[str, Any] = {}
     for group in FLAG_CLASSES:
         values |= defaults_of(group)
     of_megatron = {"save": None, "load": None, "finetune": False, "global_batch_size": 64}
-    own = {"output_dir": str(directory), "tracker": list(TRACKERS), "wandb_mode": "offline", "keep_rollouts": "all"}
+    own = {"output_dir": str(directory), "tracker": list(trackers), "wandb_mode": "offline", "keep_rollouts": "all"}
     own |= {"tb_project_name": str(directory / "tensorboard")}
     return cast(Args, SimpleNamespace(**(values | of_megatron | own)))
 
@@ -71,8 +81,8 @@ def make_args(directory: Path) -> Args:
 class Observers:
     """All of them, over a run in a directory; they are stopped until `resume`."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory, self.args = directory, make_args(directory)
+    def __init__(self, directory: Path, trackers: Sequence[str]) -> None:
+        self._directory, self.args = directory, make_args(directory, trackers)
         found: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
@@ -90,19 +100,24 @@ class Observers:
         self._exporter = subprocess.Popen([str(word) for word in command], env=environment)
         self._recorder = SampleRecorder(self.args)
         self._processes: list[psutil.Process] = []
-        self._cpu_s: dict[int, float] = {}
+        self._cpu_s: dict[int, tuple[str, float]] = {}
 
     def started(self) -> None:
         """Wait until all of them answer, and hold the stream of events that an open page holds."""
         wait_for(lambda: self._scrape() or True)
         run = wait_for(lambda: re.findall(r'"id":"([^"]+)"', self._get("api/runs")))[0]
-        self._curves = f"api/runs/{run}/metrics"
-        threading.Thread(target=self._read_events, daemon=True).start()
+        self._get(f"api/runs/{run}/metrics")
+        threading.Thread(target=self._be_page, args=(run,), daemon=True).start()
 
-    def _read_events(self) -> None:
-        with contextlib.suppress(OSError), self._open("api/events") as events:
-            while events.readline():
-                pass
+    def _be_page(self, run: str) -> None:
+        """Ask as js/pages/curves.js does: for what is new of its key curves, when there are new records."""
+        named = "&".join(f"name={quote(name)}" for name in CURVES)
+        records, after = 0, 0
+        with contextlib.suppress(OSError), self._open(f"api/events?runs={run}") as events:
+            for line in events:
+                if line.startswith(b"data: ") and (now := json.loads(line[6:])["version"][0]) != records:
+                    records = now
+                    after = json.loads(self._get(f"api/runs/{run}/series?axis=step&after={after}&{named}"))["record"]
 
     def _open(self, path: str) -> Any:
         request = urllib.request.Request(self._page + path, headers={"authorization": f"Bearer {self._token}"})
@@ -117,14 +132,9 @@ class Observers:
             answer.read()
 
     def observe(self, step: int, samples: list[Any]) -> threading.Thread:
-        """Record a rollout, as the rollout manager does; pages and scrapes are asked for by another thread."""
+        """Record a rollout, as the rollout manager does; another thread scrapes, as Prometheus does."""
         self._recorder.rollout(step, samples)
-
-        def ask() -> None:
-            self._get(self._curves)
-            self._scrape()
-
-        asking = threading.Thread(target=ask)
+        asking = threading.Thread(target=self._scrape)
         asking.start()
         return asking
 
@@ -146,12 +156,19 @@ class Observers:
             with contextlib.suppress(psutil.NoSuchProcess):  # a program that a tracker ran
                 process.send_signal(number)
 
-    def cpu_s(self) -> float:
-        """Seconds of CPU of their processes so far."""
+    def cpu_s(self) -> Counter[str]:
+        """Seconds of CPU so far of each part."""
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                self._cpu_s[process.pid] = sum(process.cpu_times()[:2])
-        return sum(self._cpu_s.values())
+                self._cpu_s[process.pid] = part_of(process), sum(process.cpu_times()[:2])
+        found: Counter[str] = Counter()
+        for part, seconds in self._cpu_s.values():
+            found[part] += seconds
+        for thread in threading.enumerate():
+            if thread.name.startswith("rollout-records"):
+                assert thread.ident is not None
+                found["records"] += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+        return found
 
     def finish(self) -> None:
         """End them."""
@@ -160,6 +177,15 @@ class Observers:
         logging_utils.finish_tracking()
         self._exporter.terminate()
         self._exporter.wait(30)
+
+
+def part_of(process: psutil.Process) -> str:
+    """Return which observer a process is of."""
+    words = " ".join(process.cmdline())
+    for part in ("dashboard", "prometheus", "trackers.writer"):
+        if f"slime.observability.{part}" in words or f"slime.{part}" in words:
+            return part.removesuffix(".writer")
+    return f"trackers: {process.name()}"
 
 
 def free_port() -> int:
@@ -197,14 +223,14 @@ def work(times: int, matrix: np.ndarray) -> None:
         matrix @ matrix
 
 
-def measure(directory: Path, options: argparse.Namespace) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of the steps with and without observers, and the share of the machine that they took."""
+def measure(directory: Path, options: argparse.Namespace) -> tuple[list[float], list[float], list[Counter[str]]]:
+    """Seconds of the steps with and without observers, and the share of the machine that each part took."""
     matrix, rng = np.random.default_rng(0).random((SIZE, SIZE)), random.Random(0)
     samples = make_samples(options.samples, options.tokens)
     begin = time.perf_counter()
     work(20, matrix)
     times = max(1, round(20 * options.step_s / (time.perf_counter() - begin)))
-    observers = Observers(directory)
+    observers = Observers(directory, [name for name in options.trackers if name != "none"])
     observers.started()
     logging_utils.begin_rollouts(2 * (options.steps + WARM_UP))
     seconds: dict[bool, list[float]] = {True: [], False: []}
@@ -212,19 +238,22 @@ def measure(directory: Path, options: argparse.Namespace) -> tuple[list[float], 
     for step in range(2 * (options.steps + WARM_UP)):
         is_watched = (step + step // 2) % 2 == 0  # with, without, without, with: a drift of the machine cancels out
         (observers.resume if is_watched else observers.stop)()
-        before, begin = (time.process_time(), observers.cpu_s()), time.perf_counter()
+        before, begin = observers.cpu_s(), time.perf_counter()
+        before["logging"] = time.thread_time()
         for key, metrics in metrics_of_step(rng):
             logging_utils.log(observers.args, {**metrics, key: step}, key)
         logging_utils.end_rollout(step)
         asking = observers.observe(step, samples) if is_watched else None
-        recorded_cpu = time.process_time() - before[0]
+        logged_s = time.thread_time()
         work(times, matrix)
         seconds[is_watched].append(time.perf_counter() - begin)
         if asking is not None:
             asking.join()
             wait_for(lambda step=step: observers.has_recorded(step))
-            spent = observers.cpu_s() - before[1] + recorded_cpu
-            shares.append(spent / (seconds[True][-1] * (os.cpu_count() or 1)))
+            spent = observers.cpu_s() + Counter(logging=logged_s)
+            spent.subtract(before)
+            of_machine = seconds[True][-1] * (os.cpu_count() or 1)
+            shares.append(Counter({part: value / of_machine for part, value in spent.items()}))
     observers.finish()
     return seconds[True][WARM_UP:], seconds[False][WARM_UP:], shares[WARM_UP:]
 
@@ -235,6 +264,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="of each kind")
     parser.add_argument("--step-s", type=float, default=6.0, help="seconds of a step")
     parser.add_argument("--samples", type=int, default=64, help="that a step records")
+    parser.add_argument("--trackers", nargs="*", default=TRACKERS, help="the libraries")
     parser.add_argument("--tokens", type=int, default=1024, help="of each sample")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -243,9 +273,10 @@ def main() -> int:
     ratio = statistics.median(a / b for a, b in zip(watched, alone, strict=True))
     print(f"{len(watched)} pairs of steps: with {statistics.median(watched):.3f} s, ", end="")
     print(f"without {statistics.median(alone):.3f} s, lowest {min(watched):.3f} and {min(alone):.3f} s")
-    print(
-        f"ratio {ratio:.4f} (at most {LIMIT}); CPU of the observers {statistics.median(shares):.2%} of the machine's"
-    )
+    cpu = statistics.median(share.total() for share in shares)
+    print(f"ratio {ratio:.4f} (at most {LIMIT}); CPU of the observers {cpu:.2%} of the machine's, on the average of:")
+    for part in sorted({part for share in shares for part in share}):
+        print(f"  {part} {statistics.mean(share[part] for share in shares):.3%}")
     print(f"load average {os.getloadavg()[0]:.1f}")
     return int(ratio > LIMIT)
 

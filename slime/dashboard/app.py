@@ -164,7 +164,7 @@ def series_of(request: Request, run: Run) -> dict[str, Any]:
     found = {
         name: run.series.select(name, axis=axis, after=after, most=most, samples_per_rollout=samples) for name in names
     }
-    return {"record": run.series.num_records, "series": found}
+    return {"record": run.series.num_records, "names": len(run.series.points), "series": found}
 
 
 def sample_list(request: Request, _: Run, samples: Samples) -> dict[str, Any]:

@@ -35,9 +35,12 @@ class Lines:
     def read(self) -> list[dict[str, Any]]:
         """Return the objects of the lines that are complete now."""
         found: list[dict[str, Any]] = []
-        if not is_inside(self._path, self._root):
-            return found
         try:
+            status = self._path.stat()
+            if (status.st_ino, status.st_size) == (self._inode, self._offset):
+                return found  # a page looks each second: most looks end here
+            if not is_inside(self._path, self._root):
+                return found
             with self._path.open("rb") as file:
                 self._begin_again_if_replaced(os.fstat(file.fileno()))
                 file.seek(self._offset)

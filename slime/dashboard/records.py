@@ -12,6 +12,7 @@ import json
 import math
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ MOST_MESSAGES = 400
 SORTABLE = ("sample_id", "reward", "response_length", "prompt_length", "num_turns", "group_index")
 EXACT = ("status", "end_reason", "reward_is_trusted", "dataset", "group_index")
 TEXTS = ("prompt", "response")
+TICK_NS = 2_000_000_000  # some file systems tell times apart by a second: what was changed since is looked at again
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,16 @@ class SampleFiles:
         self._directory, self._root = directory / DIRECTORY, root
         self.files: dict[str, SampleFile] = {}
         self.version = 0
+        self._changed: int | None = None  # when the directory was, if it was looked at long enough after that
         self._opened: OrderedDict[SampleFile, Samples] = OrderedDict()
         self._lock = threading.Lock()
 
     def refresh(self) -> None:
-        """Look which files there are."""
+        """Look which files there are, if the directory has changed: files come, and go, under whole names."""
+        changed = changed_ns(self._directory)
+        if changed is not None and changed == self._changed:
+            return
+        self._changed = changed if changed is not None and time.time_ns() - changed > TICK_NS else None
         paths = sorted(self._directory.glob("*.parquet")) if is_inside(self._directory, self._root) else []
         paths = [path for path in paths if is_inside(path, self._root)]
         found = {}
@@ -344,6 +351,14 @@ class Samples:
             raise LookupError(f"there is no row {row}: the file has {self.num_rows} samples")
         names = [name for name in SAMPLES.names if name not in without]
         return plain_rows(self._file.rows(row, row + 1, names))[0]
+
+
+def changed_ns(directory: Path) -> int | None:
+    """Return when a directory was changed, in ns since 1970; None where there is none."""
+    try:
+        return directory.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def plain_rows(table: Any) -> list[dict[str, Any]]:

@@ -29,20 +29,21 @@ class _TensorboardAdapter:
         Raises:
             ImportError: tensorboard is not installed.
         """
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import FileWriter
 
         directory = tensorboard_dir(self._args)
         if run.known and self._args.tb_experiment_name is None and Path(run.known).parent == directory.parent:
             directory = Path(run.known)
-        self._writer = SummaryWriter(log_dir=str(directory))
+        self._writer = FileWriter(str(directory))
         run.keep(str(directory))
         return str(directory)
 
     def log(self, metrics: Mapping[str, float], step: Step) -> None:
         """Write each value of a record, but its step, at that step."""
-        for name, value in metrics.items():
-            if name != step.key:
-                self._writer.add_scalar(name, value, step.number, walltime=step.time_s)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items() if name != step.key]
+        self._writer.add_summary(Summary(value=values), step.number, walltime=step.time_s)  # one event
         self._writer.flush()
 
     def log_samples(self, samples: Sequence[EvalSample], step: Step) -> None:
@@ -60,9 +61,11 @@ class _TensorboardAdapter:
         self._writer.close()
 
     def _add_text(self, name: str, text: str, step: Step) -> None:
+        from torch.utils.tensorboard import summary
+
         # Four spaces make it code: TensorBoard would take markdown and HTML in it for formatting.
         code = "\n".join(f"    {line}" for line in text.splitlines())
-        self._writer.add_text(name, code, step.number)
+        self._writer.add_summary(summary.text(name, code), step.number)
         self._writer.flush()
 
 

@@ -17,15 +17,15 @@ export function ofRun(id, rest = "") {
   return `runs/${encodeURIComponent(id)}${rest}`;
 }
 
-/** Follow runs: `onchange(id)` when one has changed, `onstate(isConnected)`. Returns a function that ends it. */
+/** Follow runs: `onchange(id, version)` when one has changed, `onstate(isConnected)`. Returns a function that ends it. */
 export function follow(ids, onchange, onstate) {
   const source = new EventSource(`api/events?runs=${ids.map(encodeURIComponent).join(",")}`);
   const seen = new Set();
   source.onopen = () => onstate(true);
   source.onerror = () => onstate(false);
   source.onmessage = (event) => {
-    const { run } = JSON.parse(event.data);
-    if (seen.has(run)) onchange(run); // the first line of each only says how it stands
+    const { run, version } = JSON.parse(event.data);
+    if (seen.has(run)) onchange(run, version); // the first line of each only says how it stands
     seen.add(run);
   };
   return () => source.close();

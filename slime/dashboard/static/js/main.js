@@ -91,12 +91,12 @@ function setOption(name, value) {
 function listen(ids) {
   const live = document.getElementById("live");
   let waiting = null;
-  const changed = new Set();
-  const end = follow(ids.slice(0, 100), (id) => {
-    changed.add(id);
+  const changed = new Map();
+  const end = follow(ids.slice(0, 100), (id, version) => {
+    changed.set(id, version);
     waiting ??= setTimeout(() => {
       waiting = null;
-      const now = [...changed];
+      const now = new Map(changed);
       changed.clear();
       Promise.resolve(page?.refresh?.(now)).catch((error) => { live.textContent = error.message; });
     }, 300);

@@ -10,6 +10,7 @@ const KEY = ["rollout/raw_reward", "rollout/response_len/mean", "rollout/truncat
 const AXES = { step: "step", time: "time", tokens: "tokens", samples: "samples" };
 const BANDS = [["p10", "p90"], ["min", "max"]];  // the first that a run has
 const BOUNDS = [...BANDS.flat(), "median"];
+const AT_ONCE = 12;  // panels in one request: the server answers 64 names, and a panel has at most 5
 
 /** The page. */
 export async function show({ root, run, runs, options, setOption, go }) {
@@ -17,7 +18,7 @@ export async function show({ root, run, runs, options, setOption, go }) {
   const state = {
     runs: [run, ...runs.filter(({ id }) => others.includes(id))], all: runs, primary: run, setOption, go,
     axis: AXES[options.get("x")] ?? "step", weight: Number(options.get("smooth") ?? 0), isLog: options.has("log"), hasBands: !options.has("nobands"),
-    find: options.get("find") ?? "", panels: new Map(), names: {}, docs: {},
+    find: options.get("find") ?? "", panels: new Map(), names: {}, docs: {}, counts: {}, versions: {},
   };
   const list = h("div");
   state.redraw = () => state.panels.forEach((panel) => panel.draw());
@@ -28,7 +29,7 @@ export async function show({ root, run, runs, options, setOption, go }) {
   return {
     follows: runs.map(({ id }) => id),
     shown: () => layOut(list, state),
-    refresh: (ids) => refresh(list, state, ids),
+    refresh: (changed) => refresh(list, state, changed),
     themed: () => state.panels.forEach((panel) => panel.chart?.themed()),
     close: () => closeAll(state),
   };
@@ -37,6 +38,7 @@ export async function show({ root, run, runs, options, setOption, go }) {
 async function loadNames(state) {
   const found = await Promise.all(state.runs.map(({ id }) => get(ofRun(id, "/metrics"))));
   state.names = {};
+  state.counts = Object.fromEntries(found.map(({ metrics }, index) => [state.runs[index].id, Object.keys(metrics).length]));
   found.forEach(({ metrics }) => Object.assign(state.names, metrics));
   state.stepsPerRollout = Object.fromEntries(found.map(({ steps_per_rollout: steps }, index) => [state.runs[index].id, steps]));
   state.docs = Object.assign({}, ...found.map(({ docs }) => docs ?? {}));
@@ -51,7 +53,7 @@ function controls(state) {
   const weight = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.weight, "aria-label": "Smoothing",
     oninput: () => { state.weight = Number(weight.value); keep("smooth", state.weight || "", state.redraw); } });
   return h("div", { class: "row bar" }, find,
-    select("over", axes, state.axis, (axis) => { state.axis = axis; keep("x", axis === "step" ? "" : axis, () => state.panels.forEach((panel) => panel.load(true))); }),
+    select("over", axes, state.axis, (axis) => { state.axis = axis; keep("x", axis === "step" ? "" : axis, () => load([...state.panels.values()], state, true)); }),
     h("label", {}, "smooth", weight),
     toggle("bands: 10th to 90th percentile", state.hasBands, (isOn) => { state.hasBands = isOn; keep("nobands", isOn ? "" : "1", state.redraw); }),
     toggle("log scale", state.isLog, (isOn) => { state.isLog = isOn; keep("log", isOn ? "1" : "", state.redraw); }),
@@ -89,9 +91,10 @@ function layOut(list, state) {
   state.list = list;
   const wasOpen = new Set([...list.querySelectorAll("details[open]")].map(({ dataset }) => dataset.group));
   closeAll(state);
-  state.watch = new IntersectionObserver((seen) => seen.forEach(({ isIntersecting, target }) => {
-    if (isIntersecting) state.panels.get(target.dataset.metric)?.load(true);
-  }), { rootMargin: "300px" });
+  state.watch = new IntersectionObserver((all) => {
+    const seen = all.filter(({ isIntersecting }) => isIntersecting).map(({ target }) => state.panels.get(target.dataset.metric));
+    load(seen.filter(Boolean), state, true);
+  }, { rootMargin: "300px" });
   const made = groups(state).map(([group, names, isOpen]) => h("details", { class: "group", "data-group": group, open: isOpen || wasOpen.has(group) },
     h("summary", {}, group, " ", h("span", { class: "muted small" }, names.length)), h("div", { class: "panels" }, names.map((name) => panel(name, state)))));
   fill(list, made.length ? made : h("p", { class: "empty" }, Object.keys(state.names).length ? "No metric has such a name." : "No metric yet: the first record comes with the first rollout."));
@@ -105,7 +108,7 @@ function panel(name, state) {
   const save = h("button", { class: "plain small", type: "button", title: "as CSV; with Shift as PNG", "aria-label": `Download ${name}`, onclick: (event) => saveCurves(made, event.shiftKey) }, "↓");
   const element = h("figure", { class: "panel", "data-metric": name }, h("figcaption", {},
     h("h3", { title: doc ? describe(doc) : name }, name), h("span", { class: "row", style: { gap: "8px", flexWrap: "nowrap", minWidth: 0 } }, readout, save)), place);
-  const made = { name, element, place, readout, data: new Map(), load: (isNew) => load(made, state, isNew), draw: () => drawPanel(made, state) };
+  const made = { name, element, place, readout, data: new Map(), draw: () => drawPanel(made, state) };
   state.panels.set(name, made);
   return element;
 }
@@ -114,18 +117,32 @@ function describe({ meaning, unit, healthy, source }) {
   return [meaning, unit ? `Unit: ${unit}` : "", healthy ? `Healthy: ${healthy}` : "", source ? `Made in ${source}` : ""].filter(Boolean).join("\n");
 }
 
-/** Ask for what is new of the runs of a panel; all of it when the axis is another. */
-async function load(made, state, isNew) {
-  if (isNew) made.data.clear();
-  made.isLoaded = true;
-  const bounds = made.name.endsWith("/mean") ? BANDS.flat().map((bound) => made.name.replace(/mean$/, bound)).filter((name) => state.names[name]) : [];
-  const names = [made.name, ...bounds];
-  await Promise.all(state.runs.map(async ({ id }) => {
-    const old = made.data.get(id);
-    const found = await get(ofRun(id, "/series"), { name: names, axis: state.axis, after: old?.record ?? 0 });
-    made.data.set(id, { record: found.record, series: old ? merged(old.series, found.series) : found.series });
-  }));
-  if (state.panels.get(made.name) === made) made.draw();
+/** Ask for what is new of the runs, for some panels together; for all of it when the axis is another. */
+async function load(panels, state, isNew) {
+  for (const made of panels) {
+    if (isNew) made.data.clear();
+    made.isLoaded = true;
+  }
+  const asked = state.runs.flatMap(({ id }) => [...Map.groupBy(panels, ({ data }) => data.get(id)?.record ?? 0)].flatMap(
+    ([after, group]) => group.flatMap((_, index) => (index % AT_ONCE ? [] : [loadPart(group.slice(index, index + AT_ONCE), state, id, after)]))));
+  const counts = await Promise.all(asked);
+  for (const made of panels) if (state.panels.get(made.name) === made) made.draw();
+  return counts;
+}
+
+/** Ask for some panels of one run; returns the run, and how many metrics it has. */
+async function loadPart(panels, state, id, after) {
+  const names = new Map(panels.map((made) => [made, [made.name, ...boundsOf(made.name, state)]]));
+  const found = await get(ofRun(id, "/series"), { name: [...names.values()].flat(), axis: state.axis, after });
+  for (const [made, own] of names) {
+    const old = made.data.get(id), series = Object.fromEntries(own.map((name) => [name, found.series[name]]));
+    made.data.set(id, { record: found.record, series: old ? merged(old.series, series) : series });
+  }
+  return [id, found.names];
+}
+
+function boundsOf(name, state) {
+  return name.endsWith("/mean") ? BANDS.flat().map((bound) => name.replace(/mean$/, bound)).filter((bound) => state.names[bound]) : [];
 }
 
 function merged(old, more) {
@@ -175,12 +192,17 @@ async function saveCurves(made, isPicture) {
   download(`${name}.csv`, new Blob([`run,x,value\n${rows.join("\n")}\n`], { type: "text/csv" }));
 }
 
-async function refresh(list, state, ids) {
-  if (!state.runs.some(({ id }) => ids.includes(id))) return;
+/** Draw what is new; a phase that began, or a sample that was written, changes no curve. */
+async function refresh(list, state, changed) {
+  const isNew = ({ id }) => changed.has(id) && state.versions[id] !== changed.get(id)[0];
+  if (!state.runs.some(isNew)) return;
+  for (const [id, [records]] of changed) state.versions[id] = records;
+  const loaded = [...state.panels.values()].filter(({ isLoaded }) => isLoaded);
+  const counts = await load(loaded, state, false);
+  if (loaded.length && counts.every(([id, count]) => count === state.counts[id])) return;
   const before = Object.keys(state.names).length;
   await loadNames(state);
-  if (Object.keys(state.names).length !== before) return layOut(list, state);
-  await Promise.all([...state.panels.values()].filter(({ isLoaded }) => isLoaded).map((one) => one.load(false)));
+  if (Object.keys(state.names).length !== before) layOut(list, state);
 }
 
 function closeAll(state) {
