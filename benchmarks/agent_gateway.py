@@ -100,6 +100,7 @@ class Bench:
     """
 
     def __init__(self, family: str) -> None:
+        from slime.agent.adapters.sessions import quiet_collector
         from slime.agent.gateway import Gateway
         from tests.rollout.chat_tokenizers import family_tokenizer
 
@@ -111,6 +112,7 @@ class Bench:
         self.peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         engine = f"http://127.0.0.1:{self._answer()}"
         self.gateway = Gateway(tokenizer=self.tokenizer, sglang_url=engine).start()
+        quiet_collector()  # as a run's gateway does
 
     def _answer(self) -> str:
         assert self.peer.stdout is not None

@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from aiohttp import web
@@ -34,7 +34,7 @@ from slime.agent.adapters.session import (
     forced_call,
     joined,
 )
-from slime.agent.adapters.sessions import Sessions
+from slime.agent.adapters.sessions import Sessions, quiet_collector
 from slime.agent.adapters.wire import (
     BadRequest,
     Refused,
@@ -168,7 +168,7 @@ class _Guarded(BaseAdapter):
         return Refused(f"the engine failed: {error}"[:1000], 503, "api_error")
 
     async def _generate(
-        self, prompt_ids: list[int], session: Session, body: dict[str, Any], *, sid: str, tools: Any
+        self, prompt_ids: Sequence[int], session: Session, body: dict[str, Any], *, sid: str, tools: Any
     ) -> TurnRecord:
         assert isinstance(session, KeyedSession)
         if 0 < session.max_context_tokens <= len(prompt_ids):
@@ -414,6 +414,7 @@ class _Shared(metaclass=SingletonMeta):
             is_ending=lambda: state.aborted,
             keeps_aborted=args.partial_rollout,
         ).start()
+        quiet_collector()
 
 
 async def shared_gateway(args: Args) -> Gateway:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os.path
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ class TurnRecord:
         is_forced: a grammar chose tokens, so the turn is context and not trained.
     """
 
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     output_ids: list[int]
     finish_reason: str
     output_log_probs: list[float] = field(default_factory=list)
@@ -107,11 +107,10 @@ class DriftKind(Enum):
     """It differs before that, or too much would be lost: it begins a sample of its own."""
 
 
-def _common_prefix_len(a: list[int], b: list[int]) -> int:
+def _common_prefix_len(a: list[int], b: Sequence[int]) -> int:
     """The length of the head that two id lists have in common."""
-    if a == b[: len(a)]:  # the usual case, compared in C
-        return len(a)
-    return len(os.path.commonprefix([a, b]))
+    head = list(b[: len(a)])
+    return len(a) if a == head else len(os.path.commonprefix([a, head]))  # the usual case is compared in C
 
 
 class TrajectoryManager:
@@ -292,7 +291,7 @@ class TrajectoryManager:
 class _Builder:
     """The tokens of one sample while the turns of a path are packed into it."""
 
-    def __init__(self, prompt_ids: list[int]) -> None:
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.tokens = list(prompt_ids)
         self.prompt_length = self.last_start = len(prompt_ids)
         self.trained: list[tuple[int, int, TurnRecord]] = []
@@ -305,7 +304,7 @@ class _Builder:
         is_last = self.trained and self.trained[-1][0] == self.last_start
         return self.trained[-1][1] - self.last_start if is_last else 0
 
-    def realign(self, prompt_ids: list[int]) -> None:
+    def realign(self, prompt_ids: Sequence[int]) -> None:
         """Replace the last response, and what follows it, by what a prompt has in its place."""
         if self.last_trained:
             self.masked_tokens += self.last_trained

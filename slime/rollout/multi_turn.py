@@ -307,7 +307,7 @@ def tool_timeout_s(args: Args) -> float:
 
 
 Message = dict[str, Any]
-_markers: WeakKeyDictionary[Any, dict[str, TurnMarkers]] = WeakKeyDictionary()
+_markers: WeakKeyDictionary[Any, dict[str, tuple[TurnMarkers, list[list[int]]]]] = WeakKeyDictionary()
 
 
 def turn_markers(tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> TurnMarkers:
@@ -316,9 +316,16 @@ def turn_markers(tokenizer: Any, template_kwargs: dict[str, Any] | None = None) 
     Raises:
         ValueError: the chat template does not mark turns.
     """
-    known, key = _markers.setdefault(tokenizer, {}), json.dumps(template_kwargs or {}, sort_keys=True, default=str)
+    return _learned(tokenizer, template_kwargs)[0]
+
+
+def _learned(tokenizer: Any, template_kwargs: dict[str, Any] | None) -> tuple[TurnMarkers, list[list[int]]]:
+    """The markers, and the token ids of each that ends a turn."""
+    known = _markers.setdefault(tokenizer, {})
+    key = json.dumps(template_kwargs, sort_keys=True, default=str) if template_kwargs else ""
     if key not in known:
-        known[key] = find_turn_markers(tokenizer, **(template_kwargs or {}))
+        markers = find_turn_markers(tokenizer, **(template_kwargs or {}))
+        known[key] = markers, [encode_text(tokenizer, end) for end in markers.ends]
     return known[key]
 
 
@@ -359,8 +366,7 @@ def next_turn_tokens(
     if text.count(stand_in) != 1:
         raise ValueError(f"the chat template shows the assistant's turn {text.count(stand_in)} times instead of once")
     ids = encode_text(tokenizer, text.partition(stand_in)[2])
-    for end in turn_markers(tokenizer, template_kwargs).ends:
-        end_ids = encode_text(tokenizer, end)
+    for end_ids in _learned(tokenizer, template_kwargs)[1]:
         if ids[: len(end_ids)] == end_ids and list(tokens[-len(end_ids) :]) == end_ids:
             return ids[len(end_ids) :]
     return ids
@@ -384,11 +390,11 @@ def count_drift(
     Returns:
         Length of the stretch between the first and the last difference, in the longer of the two; 0 when equal.
     """
-    markers = turn_markers(tokenizer, template_kwargs)
+    markers, end_ids_of_turns = _learned(tokenizer, template_kwargs)
     text = render_chat(tokenizer, list(messages), tools=tools, add_generation_prompt=False, **(template_kwargs or {}))
     whole = encode_text(tokenizer, text.removesuffix(markers.tail))
     own = list(tokens)
-    for end_ids in (encode_text(tokenizer, end) for end in markers.ends):
+    for end_ids in end_ids_of_turns:
         if own[-len(end_ids) :] == end_ids:
             own = own[: -len(end_ids)]
             break

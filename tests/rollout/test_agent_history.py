@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
-from slime.agent.history import History, Prompt, _digests, render
+from slime.agent.history import History, Prompt, SharedIds, _digests, render, shared
 from slime.agent.trajectory import TurnRecord
 from slime.utils.processing_utils import render_chat
 from tests.rollout.chat_tokenizers import SPECIAL, family_tokenizer
@@ -196,7 +196,7 @@ def test_only_what_is_new_is_tokenised(monkeypatch):
     messages = [QUESTION]
     encoded = []
     for turn in range(6):
-        prompt = history.prompt(tokenizer, messages, None, appends=True)
+        prompt = history.prompt(tokenizer, history.match(messages, None), appends=True)
         output = tokenizer.encode("It is 144." * (turn + 1) + "<|im_end|>", add_special_tokens=False)
         answer = {"role": "assistant", "content": "It is 144." * (turn + 1)}
         history.add(prompt, answer, TurnRecord(prompt.ids, output, "stop"))
@@ -204,8 +204,49 @@ def test_only_what_is_new_is_tokenised(monkeypatch):
         encoded.append(len(prompt.ids))
     texts = []
     monkeypatch.setattr("slime.rollout.multi_turn.encode_text", lambda _, text: texts.append(text) or [1])
-    history.prompt(tokenizer, messages, None, appends=True)
+    history.prompt(tokenizer, history.match(messages, None), appends=True)
     assert sum(map(len, texts)) < 200 < encoded[-1]
+
+
+def test_a_long_first_message_changes_nothing_of_the_tokens_behind_a_turn():
+    for family in sorted(set(SPECIAL) - {"smollm2"}):
+        tokenizer, tails = family_tokenizer(family), []
+        for question in (QUESTION, {**QUESTION, "content": "What is 84*18? " * 500}):
+            history, messages = History(), [{"role": "system", "content": "be brief " * 300}, question]
+            prompt = history.prompt(tokenizer, history.match(messages, None), appends=True)
+            output = tokenizer.encode("It is 144.", add_special_tokens=False)
+            answer = {"role": "assistant", "content": "It is 144."}
+            history.add(prompt, answer, shared(prompt, TurnRecord(prompt.ids, output, "stop")))
+            again = history.prompt(tokenizer, history.match([*messages, answer, AGAIN], None), appends=True)
+            tails.append(again.ids[len(prompt.ids) + len(output) :])
+        assert tails[0] == tails[1] != [], family
+
+
+def test_the_prompts_of_a_conversation_share_their_ids_and_a_branch_has_its_own():
+    first = shared(Prompt([1, 2], []), TurnRecord([1, 2], [3], "stop"))
+    second = shared(Prompt([], [], before=first), TurnRecord([1, 2, 3, 4], [5], "stop"))
+    branch = shared(Prompt([], [], before=first), TurnRecord([1, 2, 3, 9], [5], "stop"))
+    third = shared(Prompt([], [], before=second), TurnRecord([1, 2, 3, 4, 5, 6], [7], "stop"))
+    turns = {"first": first, "second": second, "branch": branch, "third": third}
+    held = {name: turn.prompt_ids for name, turn in turns.items()}
+    expected = {"first": [1, 2], "second": [1, 2, 3, 4], "branch": [1, 2, 3, 9], "third": [1, 2, 3, 4, 5, 6]}
+    assert held == expected and {name: list(ids) for name, ids in held.items()} == expected
+    assert all(isinstance(ids, SharedIds) for ids in held.values())
+    assert held["first"]._held is held["second"]._held is held["third"]._held is not held["branch"]._held
+    assert held["second"][1:3] == [2, 3] and held["second"][-1] == 4 and len(held["first"]) == 2
+
+
+def test_what_the_last_request_had_too_is_not_digested_again(monkeypatch):
+    history, seen = History(), []
+    monkeypatch.setattr(
+        "slime.agent.history._next", lambda digest, m: seen.append(m) or digest + m["content"].encode()
+    )
+    messages = [{"role": "user", "content": text} for text in "abcd"]
+    history.match(messages[:3], None)
+    assert history.match(messages, None).digest[-4:] == b"abcd" and seen == messages, "only the fourth was new"
+    changed = [messages[0], {"role": "user", "content": "x"}, *messages[2:]]
+    assert history.match(changed, None).digest[-4:] == b"axcd" and seen[4:] == changed[1:]
+    assert history.match(changed, TOOLS).digest[-4:] == b"axcd" and seen[7:] == changed, "other tools: all anew"
 
 
 def test_other_tools_are_another_conversation():
@@ -213,8 +254,10 @@ def test_other_tools_are_another_conversation():
     answer = {"role": "assistant", "content": "144"}
     history.add(Prompt([1, 2], [QUESTION], _digests([QUESTION], TOOLS)[-1]), answer, TurnRecord([1, 2], [3], "stop"))
     messages = [QUESTION, answer, QUESTION]
-    assert history.prompt(tokenizer, messages, TOOLS, appends=True).ids[:3] == [1, 2, 3]
-    assert history.prompt(tokenizer, messages, None, appends=True).ids == render(tokenizer, messages, None)
+    assert history.prompt(tokenizer, history.match(messages, TOOLS), appends=True).ids[:3] == [1, 2, 3]
+    assert history.prompt(tokenizer, history.match(messages, None), appends=True).ids == render(
+        tokenizer, messages, None
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])

@@ -17,7 +17,7 @@ import functools
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import orjson
@@ -61,6 +61,7 @@ MAX_BODY_BYTES = 64 * 2**20
 ENGINE_TIMEOUT_S = 3600.0
 PING_INTERVAL_S = 10.0
 _CLIENT_GONE = 499
+_SHORT_OUTPUT = 2048  # tokens, which are parsed in less time than a thread takes to be woken
 _NO_TOOLS = ("none", {"type": "none"})
 DebugCallback = Callable[[str, list[Message], Any, Message, TurnRecord], None]
 
@@ -111,6 +112,7 @@ class BaseAdapter:
         self.max_turns_per_sid, self.debug_callback = max_turns_per_sid, debug_callback
         self.engine_timeout_s, self.ping_interval_s = engine_timeout_s, ping_interval_s
         self.ignored_fields: Counter[str] = Counter()
+        self._has_parsed = False
         self.app = web.Application(client_max_size=MAX_BODY_BYTES)
         self.app.router.add_get("/healthz", self._health)
         self.app.router.add_get("/v1/models", self._health)
@@ -283,12 +285,17 @@ class BaseAdapter:
         prompt = await self.make_prompt(session, messages, tools)
         turn = await self._generate(prompt.ids, session, body, sid=sid, tools=tools)
         may_call = body.get("tool_choice") not in _NO_TOOLS
-        parsed = await rendering.run(self._parse, turn, tools if may_call else None)
+        shown = tools if may_call else None
+        if self._has_parsed and len(turn.output_ids) < _SHORT_OUTPUT:
+            parsed = self._parse(turn, shown)
+        else:  # the first time, SGLang's parsers are imported
+            parsed = await rendering.run(self._parse, turn, shown)
+            self._has_parsed = True
         turn = dataclasses.replace(turn, ill_formed=turn.ill_formed or parsed.ill_formed)
         return Answer(prompt, tools, turn, self._build_reply(parsed, turn.finish_reason, messages, tools))
 
     async def _generate(
-        self, prompt_ids: list[int], session: Session, body: dict[str, Any], *, sid: str, tools: Any
+        self, prompt_ids: Sequence[int], session: Session, body: dict[str, Any], *, sid: str, tools: Any
     ) -> TurnRecord:
         return await call_sglang_generate(prompt_ids, session, body, adapter=self, session_id=sid)
 
@@ -300,13 +307,13 @@ class BaseAdapter:
             asyncio.get_running_loop().call_soon(call)  # the loop logs what it raises
 
     async def make_prompt(self, session: Session, messages: list[Message], tools: Any) -> Prompt:
-        """Token ids of a request, in a thread of its own kind: a long conversation takes a while to render."""
+        """Token ids of a request; where much has to be rendered, in a thread of its own kind."""
         if not messages:
             raise BadRequest("messages: there is none", param="messages")
-        appends = self.sessions.appends
-        work = functools.partial(session.history.prompt, self.tokenizer, messages, tools, appends=appends)
+        appends, match = self.sessions.appends, session.history.match(messages, tools)
+        work = functools.partial(session.history.prompt, self.tokenizer, match, appends=appends)
         try:
-            return await rendering.run(work)
+            return work() if appends and match.is_short else await rendering.run(work)
         except UsageError as error:  # the chat template refuses these messages
             raise BadRequest(str(error)) from error
 

@@ -226,7 +226,7 @@ def _texts(value: Any) -> list[str]:
 
 
 async def call_sglang_generate(
-    prompt_ids: list[int],
+    prompt_ids: Sequence[int],
     session: Session,
     body: dict[str, Any],
     *,
@@ -285,7 +285,7 @@ def _fit(params: dict[str, Any], session: Session, num_prompt: int, num_before: 
     return limit > 0
 
 
-def _turn_of(prompt_ids: list[int], answer: Any, *, keeps_experts: bool = False) -> TurnRecord:
+def _turn_of(prompt_ids: Sequence[int], answer: Any, *, keeps_experts: bool = False) -> TurnRecord:
     meta_info = answer.get("meta_info") if isinstance(answer, dict) else None
     if not isinstance(meta_info, dict):
         raise HttpError(f"/generate answered {str(answer)[:300]!r}, which has no meta_info")
@@ -303,7 +303,7 @@ async def _abort(adapter: BaseAdapter, rid: str) -> None:
         await post(f"{adapter.sglang_url}/abort_request", {"rid": rid}, 0, timeout_s=_ABORT_TIMEOUT_S)
 
 
-def joined(prompt_ids: list[int], parts: list[TurnRecord]) -> TurnRecord:
+def joined(prompt_ids: Sequence[int], parts: list[TurnRecord]) -> TurnRecord:
     """One turn of the calls that it took."""
     finish_reason = parts[-1].finish_reason  # also where the last call had no room for a token
     parts = [part for part in parts if part.output_ids] or parts[-1:]

@@ -6,6 +6,8 @@ Wait graph: `Sessions.shutdown` waits for the turns of a session, `wait_timeout`
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import gc
 import logging
 import secrets
 import time
@@ -13,7 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from slime.agent.adapters.session import Answer, Session
-from slime.agent.history import MODES, drift, has_template
+from slime.agent.history import MODES, drift, has_template, shared
 from slime.agent.trajectory import Message, TrajectoryManager
 from slime.processes.wait import DaemonThreads
 from slime.utils.errors import UsageError
@@ -27,6 +29,14 @@ rendering = DaemonThreads("agent-render", 4)
 MAX_CLOSED = 100_000
 IDLE_SESSION_S = 3600.0
 _CANCEL_S = 10.0
+_GC_THRESHOLDS = (20_000, 10, 10)  # an answer of the engine has a small list for each token
+
+
+def quiet_collector() -> None:
+    """Have Python look for garbage less often, and no more at what the process has imported: that is for ever."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
 
 
 class Sessions:
@@ -109,7 +119,9 @@ class Sessions:
         if answer.is_recorded or self.store.get(sid) is not session:
             return False  # It was finished meanwhile: a session that is opened again under its key must not get it.
         answer.is_recorded = True
-        prompt, tools, turn = answer.prompt, answer.tools, answer.turn
+        prompt, tools = answer.prompt, answer.tools
+        turn = answer.turn = shared(prompt, answer.turn)
+        answer.prompt = dataclasses.replace(prompt, ids=turn.prompt_ids)  # answers are kept for a while
         message = answer.reply.manager_message if turn.output_ids else None
         metadata = {"sid": sid, "tools": tools}
         self.manager.record_turn(

@@ -158,7 +158,8 @@ def check_shape(body: dict[str, Any]) -> None:
             text = {**tool, **nested}.get(name)
             _check(text is None or isinstance(text, str), f"tools[{index}].{name}", text, "a text")
     for index, message in enumerate(body.get("messages") or ()):
-        _check_message(f"messages[{index}]", message)
+        if not _is_plain(message) or message.get("role") not in _ROLES:
+            _check_message(f"messages[{index}]", message)
     items = body.get("input")
     for index, item in enumerate(items if isinstance(items, list) else ()):
         name = f"input[{index}]"
@@ -170,6 +171,11 @@ def check_shape(body: dict[str, Any]) -> None:
         summary = item.get("summary")
         is_summary = isinstance(summary, list) and all(isinstance(part, dict) for part in summary)
         _check(summary is None or is_summary, f"{name}.summary", summary, "a list of objects")
+
+
+def _is_plain(message: Any) -> bool:
+    """Return whether a message is a text alone, as most of a long conversation are."""
+    return type(message) is dict and type(message.get("content")) is str and not message.get("tool_calls")
 
 
 def _check_message(name: str, message: Any) -> None:
@@ -203,6 +209,8 @@ def unserved(body: dict[str, Any]) -> set[str]:
     items = body["input"] if isinstance(body.get("input"), list) else body.get("messages") or ()
     for item in items:
         content = item.get("content")
+        if type(content) is str:
+            continue
         for block in content if isinstance(content, list) else ():
             if isinstance(block, dict) and block.get("type") not in _SERVED:
                 found.add(f"content: {block.get('type')}")
