@@ -265,13 +265,13 @@ def decode_int32_meta_array(meta_info: dict[str, Any], keys: str | Iterable[str]
     Raises:
         ValueError: the value is none of them.
     """
-    import numpy as np
-    import torch
-
     for key in [keys] if isinstance(keys, str) else keys:
         value = meta_info.get(key)
         if value is None:
             continue
+        import numpy as np
+        import torch
+
         try:
             if isinstance(value, str):
                 value = base64.b64decode(value, validate=True)
