@@ -54,6 +54,36 @@ MISC_ARGS=(
 
 EVAL_ARGS=() GRPO_ARGS=() SGLANG_ARGS=()
 
+# recipe_grpo KL: GRPO with a KL term of that weight, which --kl-loss-coef 0 only measures.
+recipe_grpo() {
+    GRPO_ARGS=(
+        --advantage-estimator grpo
+        --use-kl-loss
+        --kl-loss-coef "$1"
+        --kl-loss-type low_var_kl
+        --entropy-coef 0.00
+        --eps-clip 0.2
+        --eps-clip-high 0.28
+    )
+}
+
+# recipe_perf TP TOKENS [EP]: the trainer's layout, and how many tokens a GPU takes at a time.
+recipe_perf() {
+    PERF_ARGS=(
+        --tensor-model-parallel-size "$1"
+        --sequence-parallel
+        --pipeline-model-parallel-size 1
+        --context-parallel-size 1
+        --expert-model-parallel-size "${3:-1}"
+        --expert-tensor-parallel-size 1
+        --recompute-granularity full
+        --recompute-method uniform
+        --recompute-num-layers 1
+        --use-dynamic-batch-size
+        --max-tokens-per-gpu "$2"
+    )
+}
+
 recipe_train() {
     slime_train "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${PERF_ARGS[@]}" "${GRPO_ARGS[@]}" \
         "${OPTIMIZER_ARGS[@]}" "${WANDB_ARGS[@]}" "${SGLANG_ARGS[@]}" "${MISC_ARGS[@]}" "$@"

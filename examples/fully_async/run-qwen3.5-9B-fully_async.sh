@@ -31,15 +31,7 @@ ROLLOUT_ARGS=(
     --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async
     --use-rollout-logprobs
 )
-GRPO_ARGS=(
-    --advantage-estimator grpo
-    --use-kl-loss
-    --kl-loss-coef 0.00
-    --kl-loss-type low_var_kl
-    --entropy-coef 0.00
-    --eps-clip 0.2
-    --eps-clip-high 0.28
-)
+recipe_grpo 0.00
 PERF_ARGS=(
     --tensor-model-parallel-size 2
     --sequence-parallel

@@ -29,14 +29,8 @@ ROLLOUT_ARGS=(
     --global-batch-size 256
     --balance-data
 )
-GRPO_ARGS=(
-    --advantage-estimator grpo
-    --use-kl-loss
-    --kl-loss-coef 0.00
-    --kl-loss-type low_var_kl
-    --entropy-coef 0.00
-    --eps-clip 0.2
-    --eps-clip-high 0.28
+recipe_grpo 0.00
+GRPO_ARGS+=(
     --use-rollout-logprobs
 )
 OPTIMIZER_ARGS+=(
@@ -44,19 +38,7 @@ OPTIMIZER_ARGS+=(
     --overlap-cpu-optimizer-d2h-h2d
     --use-precision-aware-optimizer
 )
-PERF_ARGS=(
-    --tensor-model-parallel-size 4
-    --sequence-parallel
-    --pipeline-model-parallel-size 1
-    --context-parallel-size 1
-    --expert-model-parallel-size 8
-    --expert-tensor-parallel-size 1
-    --recompute-granularity full
-    --recompute-method uniform
-    --recompute-num-layers 1
-    --use-dynamic-batch-size
-    --max-tokens-per-gpu 20480
-)
+recipe_perf 4 20480 8
 SGLANG_ARGS=(
     --rollout-num-gpus-per-engine 8
     --sglang-mem-fraction-static 0.7

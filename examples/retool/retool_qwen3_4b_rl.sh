@@ -45,28 +45,8 @@ EVAL_ARGS=(
     --eval-max-response-len 16384
     --eval-top-p 1
 )
-GRPO_ARGS=(
-    --advantage-estimator grpo
-    --use-kl-loss
-    --kl-loss-coef 0.00
-    --kl-loss-type low_var_kl
-    --entropy-coef 0.00
-    --eps-clip 0.2
-    --eps-clip-high 0.28
-)
-PERF_ARGS=(
-    --tensor-model-parallel-size 2
-    --sequence-parallel
-    --pipeline-model-parallel-size 1
-    --context-parallel-size 1
-    --expert-model-parallel-size 1
-    --expert-tensor-parallel-size 1
-    --recompute-granularity full
-    --recompute-method uniform
-    --recompute-num-layers 1
-    --use-dynamic-batch-size
-    --max-tokens-per-gpu 9216
-)
+recipe_grpo 0.00
+recipe_perf 2 9216
 SGLANG_ARGS=(
     --rollout-num-gpus-per-engine 2
     --sglang-mem-fraction-static 0.7

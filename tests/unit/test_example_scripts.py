@@ -21,6 +21,12 @@ SCRIPTS = {
         {"rollout_function_path": ASYNC, "actor_num_gpus_per_node": 4, "rollout_num_gpus": 4},
     ),
     "eval_multi_task/run-qwen3-4B-eval_multi_task": ("qwen3-4B", "train.py", {"eval_interval": 20}),
+    "on_policy_distillation/run-qwen3-8B-opd": (
+        "qwen3-8B",
+        "train.py",
+        {"opd_type": "sglang", "rollout_num_gpus": 4, "actor_num_gpus_per_node": 2},
+    ),
+    "on_policy_distillation/run-qwen3-8B-opd-megatron": ("qwen3-8B", "train.py", {"opd_type": "megatron"}),
     "delta_weight_sync/run-glm4.7-30B-A3B-delta": (
         "glm4.7-30B-A3B",
         "train.py",

@@ -1,0 +1,123 @@
+"""examples/strands_sglang: the reward, the sandboxed tool, and, with Strands installed, the agent."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from examples.strands_sglang import generate_with_strands as gen
+from examples.strands_sglang.subprocess_interpreter import SubprocessInterpreter
+from slime.agent import rollout
+from slime.agent.gateway import Gateway
+from slime.agent.sandbox import SandboxError
+from slime.config.parse import CommandLine
+from slime.utils.misc import SingletonMeta
+from slime.utils.types import Sample
+from tests.unit.agent_fakes import ScriptedEngine, served
+from tests.unit.script_fakes import run_script, script_flags
+from tools.make_tiny_model import build_tokenizer
+
+TOKENIZER, END = build_tokenizer(), "<|im_end|>"
+needs_strands = pytest.mark.skipif(importlib.util.find_spec("strands") is None, reason="strands-agents is optional")
+
+
+@pytest.mark.parametrize(
+    ("said", "turns", "reward"),
+    [
+        ("\\boxed{42}", 1, 1.0),
+        ("Answer: 42", 3, 1.0),
+        ("\\boxed{41}", 1, -1.1),
+        ("\\boxed{41}", 3, -1.0),
+        ("\\boxed{41}", 11, -0.6),
+        ("I do not know", 3, -1.0),
+    ],
+)
+def test_a_wrong_answer_loses_less_for_each_turn_with_a_tool(said, turns, reward):
+    sample = Sample(label="42", response=said, metadata={"agent": {"turns": turns}})
+    assert asyncio.run(gen.reward_func(SimpleNamespace(), sample)) == pytest.approx(reward)
+
+
+def test_programs_run_in_a_sandbox_with_a_limit_of_time():
+    run = SubprocessInterpreter(execution_timeout=10.0).run
+    assert asyncio.run(run("print(6*7)")) == "42"
+    assert asyncio.run(run("echo $((6*7))", "bash")) == "42"
+    assert "ZeroDivisionError" in asyncio.run(run("1/0"))
+    assert "took more than 0.3 s" in asyncio.run(SubprocessInterpreter(execution_timeout=0.3).run("while True: pass"))
+    with pytest.raises(ValueError, match="python, bash, not 'r'"):
+        asyncio.run(run("1", "r"))
+
+
+def test_a_run_without_strands_is_refused_before_it_starts(monkeypatch):
+    monkeypatch.setattr(gen.importlib.util, "find_spec", lambda name: None)
+    (problem,) = gen.generate.check_args(SimpleNamespace())
+    assert "pip install 'strands-agents[openai]'" in problem
+
+
+@pytest.fixture
+def execute(monkeypatch):
+    """execute(texts): a sample through `generate` with an engine that writes them."""
+    SingletonMeta.clear_instances(rollout.Places)
+    monkeypatch.setattr(rollout, "GenerateState", lambda args: SimpleNamespace(aborted=False))
+
+    def execute(texts):
+        engine = ScriptedEngine(TOKENIZER, [f"{text}{END}" for text in texts])
+        with served(engine.app) as url:
+            gateway = Gateway(tokenizer=TOKENIZER, sglang_url=url, tool_parser="hermes").start()
+
+            async def shared(args):
+                return gateway
+
+            monkeypatch.setattr(rollout, "shared_gateway", shared)
+            names = ("max_turns", "rollout_max_context_len", "eval_max_context_len", "reward_key", "eval_reward_key")
+            args = SimpleNamespace(**dict.fromkeys(names), partial_rollout=False)
+            sample = Sample(index=3, prompt=[{"role": "user", "content": "6*7"}], label="42")
+            try:
+                return asyncio.run(gen.generate(args, sample, {"max_new_tokens": 200}))
+            finally:
+                gateway.stop()
+
+    yield execute
+    SingletonMeta.clear_instances(rollout.Places)
+
+
+def call(code: str) -> str:
+    name = "execute_python_code"
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'code': code}})}\n</tool_call>"
+
+
+@needs_strands
+def test_an_agent_of_strands_trains_the_tokens_of_the_engine(execute):
+    texts = [call("print(6*7)"), "\\boxed{42}"]
+    sample = execute(texts)
+    ids = sample.tokens[-sample.response_length :]
+    written = [token for token, bit in zip(ids, sample.loss_mask, strict=True) if bit]
+    assert TOKENIZER.decode(written) == "".join(text + END for text in texts)
+    assert "42" in TOKENIZER.decode([token for token, bit in zip(ids, sample.loss_mask, strict=True) if not bit])
+    assert (sample.end_reason, sample.metadata["agent"]["turns"]) == ("done", 2)
+
+
+@needs_strands
+def test_turns_are_bounded_and_a_sandbox_that_fails_is_no_fault_of_the_model(execute, monkeypatch):
+    sample = execute([call("print(1)")] * 20)
+    assert (sample.end_reason, sample.metadata["agent"]["turns"]) == ("max_turns", gen.MAX_TOOL_ITERS + 1)
+
+    async def refuse(code):
+        raise SandboxError("the kernel refuses")
+
+    monkeypatch.setattr(gen, "execute_python_code", refuse)
+    sample = execute([call("print(1)"), "\\boxed{42}"])
+    assert (sample.end_reason, sample.reward_is_trusted, sample.remove_sample) == ("env_error", False, True)
+
+
+def test_the_run_for_gpus_has_flags_that_fit_each_other(tmp_path, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(gen.importlib.util, "find_spec", lambda name: name == "strands" or found(name))
+    script = "../examples/strands_sglang/strands_qwen3_8b"
+    flags, _ = run_script(tmp_path, script, "--dry-run", SLIME_HOME=str(tmp_path))
+    assert flags[: len(script_flags("qwen3-8B"))] == script_flags("qwen3-8B")
+    checked = CommandLine().check(flags)
+    assert (checked.problems.wrong, checked.problems.unsupported, checked.warnings()) == ([], [], [])
