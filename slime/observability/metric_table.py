@@ -316,6 +316,7 @@ FAMILIES: dict[str, tuple[MetricRow, ...]] = {
             ("perf/update_weights_send_time", "part of it in which weights are sent", "s"),
             ("perf/update_weights_copy_time", "copying weight files to where engines read them", "s"),
             ("perf/update_weights_write_time", "writing weight files", "s"),
+            ("perf/update_weights_pack_time", "gathering and checking an adapter, before the pause", "s"),
             ("perf/update_weights_density", "share of the weights that changed (delta)", "share"),
             ("perf/update_weights_wire_bytes", "written for engines (delta)", "bytes"),
         ),

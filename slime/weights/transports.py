@@ -40,6 +40,8 @@ MEMORY = WeightTransport(f"{_UPDATERS}.from_tensor.TensorWeightUpdater")
 COLLECTIVE = WeightTransport(f"{_UPDATERS}.from_distributed.DistributedWeightUpdater", colocated=MEMORY)
 DELTAS = WeightTransport(f"{_UPDATERS}.from_disk.DeltaWeightUpdater", is_over_files=True, sends_changes=True)
 FILES = WeightTransport(f"{_UPDATERS}.from_disk.DiskWeightUpdater", is_over_files=True, changes=DELTAS)
+ADAPTERS = WeightTransport(f"{_UPDATERS}.from_adapters.AdapterUpdater")
+"""With --lora-serve adapter, whichever way the flags name: memory or files."""
 
 REFUSED = WeightTransport("", sends_changes=True)
 """A rule of flags says that only files can hold changed bytes."""

@@ -112,6 +112,16 @@ class WeightDir:
         except OSError as error:
             logger.warning("%s is not needed any more, but cannot be removed: %s", self.path(version), error)
 
+    @staticmethod
+    def remove(path: Path) -> None:
+        """Remove what a failed attempt may have left.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        if path.exists():
+            shutil.rmtree(path)
+
 
 def _lock(file: IO[str]) -> bool:
     """Whether the file is this process's now."""

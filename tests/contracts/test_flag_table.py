@@ -65,6 +65,7 @@ OURS = {
     "--log-eval-samples": "samples of an evaluation",
     "--lora-alpha": "LoRA",
     "--lora-rank": "LoRA",
+    "--lora-serve": "LoRA",
     "--lora-target-modules": "LoRA",
     "--loss-agg-mode": "how token losses become one number",
     "--ignore-plan": "a run that does not fit is refused",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args
 from slime.checkpoints.paths import MODEL_SHAPE_FILE, TRACKER_FILE
 from slime.config.megatron.lora_plan import LoraPlan
 from slime.utils.errors import UsageError
@@ -52,6 +53,13 @@ REFUSED = {
     "--lora-rank 8 --transformer-impl transformer_engine": "use --transformer-impl local",
     "--lora-rank 8 --num-experts 4 --moe-ffn-hidden-size 32": "--num-experts does not go with --lora-rank 8",
     "--lora-rank 8 --mtp-num-layers 1": "--mtp-num-layers does not go with --lora-rank 8",
+    "--lora-rank 8 --sglang-max-lora-rank 4": "--lora-rank 8 is over --sglang-max-lora-rank 4",
+    "--lora-rank 8 --sglang-max-loras-per-batch 1": "takes one of these places; give 2 or more",
+    "--lora-rank 8 --sglang-lora-target-modules q_proj": "the run gives them, as of --lora-target-modules",
+    "--lora-rank 8 --sglang-quantization fp8": "--sglang-quantization fp8 does not go with --lora-serve adapter",
+    "--lora-rank 8 --sglang-tokenizer-worker-num 2": "one process of an engine has to know which version is served",
+    "--lora-rank 8 --prefill-num-servers 1 --rollout-num-gpus 2": "which could serve two versions",
+    "--lora-rank 8 --check-weight-update-equal": "it overwrites the engines' model, which is never sent",
     "--lora-rank 8 --load other": "--load other holds no adapters, and the base of --lora-rank 8 is --hf-",
 }
 
@@ -112,3 +120,29 @@ def test_a_family_with_other_projections_is_refused(check: Check, tmp_path: Path
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"model_type": "glm4"}))
     problems = check("--lora-rank 8").problems.all()
     assert any("a glm4 model has no gate_proj up_proj (gate_up_proj in their place)" in text for text in problems)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--sglang-quantization fp8", "--check-weight-update-equal", "--sglang-max-lora-rank 4"],
+)
+def test_engines_that_get_merged_weights_need_none_of_that(check: Check, flags: str) -> None:
+    told = " ".join(check(f"--lora-rank 8 --lora-serve merged {flags}").problems.all())
+    assert "--lora-serve" not in told and "is over" not in told
+
+
+def test_engines_that_serve_adapters_get_room_for_them_and_keep_their_prefixes(check: Check, tmp_path: Path) -> None:
+    def server(flags: str, **spec: Any) -> dict[str, Any]:
+        place = EnginePlace("127.0.0.1", port=1, nccl_port=2, bootstrap_port=3, dist_init_port=4)
+        args = check(flags).args
+        return build_server_args(args, EngineSpec(0, str(tmp_path / "hf"), **spec), place)
+
+    served = server("--lora-rank 8 --lora-target-modules o_proj")
+    assert (served["enable_lora"], served["max_lora_rank"], served["lora_target_modules"]) == (True, 8, ["o_proj"])
+    assert served["max_loras_per_batch"] == 2, "the newest version and the base"
+    in_flight = server("--lora-rank 8 --update-weights-in-flight")
+    assert in_flight["max_loras_per_batch"] == 4 and "disable_radix_cache" not in in_flight
+    assert server("--lora-rank 8", settings={"max_lora_rank": 16})["max_lora_rank"] == 16
+    assert server("--lora-rank 8", releases_memory=True)["enable_weights_cpu_backup"] is True
+    assert "enable_lora" not in server("--lora-rank 8 --lora-serve merged")
+    assert "enable_lora" not in server("--lora-rank 8", takes_weights=False), "a judge has none"

@@ -143,7 +143,7 @@ def install_structured_output() -> None:
 
 
 def drop_pinned_memory() -> None:
-    """Let torch's factories ignore `pin_memory`, which needs CUDA: SGLang's buffers of routed experts ask for it."""
+    """Let torch ignore wishes for pinned memory, which needs CUDA: routed experts and LoRA ask for it."""
     import torch
 
     def without_pinning(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,8 +152,9 @@ def drop_pinned_memory() -> None:
 
         return make
 
-    for name in ("empty", "zeros", "ones", "full", "empty_like", "zeros_like"):
+    for name in ("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "tensor", "arange"):
         setattr(torch, name, without_pinning(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor
 
 
 def murmur_hash32(seed: Any, positions: Any, col_indices: Any) -> Any:

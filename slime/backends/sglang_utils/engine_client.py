@@ -302,6 +302,34 @@ class EngineClient:
         load_format = f"{COPY_FORMAT}:{local_dir}"
         self._update("update_weights_from_disk", timeout_s=timeout_s, model_path=path, load_format=load_format)
 
+    def load_adapter(self, name: str, *, path: str | None = None, **tensors: Any) -> None:
+        """Load a LoRA adapter; with a name of a version, a server of ours serves it from then on.
+
+        Args:
+            name: `slime.weights.adapters.adapter_name`, or any other.
+            path: a PEFT directory on the server's host; one directory a name, for SGLang may read it again.
+            tensors: in its place, the adapter as `weight_transfer.adapter_tensors_of` has it.
+
+        Raises:
+            RuntimeError: the server refuses it; it says why.
+        """
+        if path is None:
+            self._update("load_lora_adapter_from_tensors", lora_name=name, **tensors)
+        else:
+            self._update("load_lora_adapter", lora_name=name, lora_path=path)
+
+    def prompt_log_probs(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
+        """The log-probs of all tokens but the first.
+
+        Args:
+            token_ids: at least two.
+            adapter: its name; None is the one that the server serves, `slime.weights.adapters.BASE` none.
+        """
+        payload: dict[str, Any] = {"input_ids": list(token_ids), "return_logprob": True, "logprob_start_len": 0}
+        payload |= {"lora_path": adapter, "sampling_params": {"max_new_tokens": 1}}
+        answer = http_utils.post_sync(f"{self.url}/generate", payload, timeout_s=UPDATE_TIMEOUT_S)
+        return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+
     def destroy_weights_update_group(self, group_name: str) -> None:
         """Leave a process group."""
         self._update("destroy_weights_update_group", group_name=group_name)
@@ -321,7 +349,8 @@ class EngineClient:
                 raise
             raise RuntimeError(f"engine {self.rank} refused {endpoint}: {error}") from None
         if not answer.get("success"):
-            raise RuntimeError(f"engine {self.rank} refused {endpoint}: {answer.get('message')}")
+            why = answer.get("message") or answer.get("error_message")
+            raise RuntimeError(f"engine {self.rank} refused {endpoint}: {why}")
         return dict(answer)
 
 

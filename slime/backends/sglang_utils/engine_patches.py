@@ -7,16 +7,21 @@ SGLang is imported inside the functions. Changes of how weights are loaded are i
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
+import itertools
 import multiprocessing.spawn
 import os
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from slime.utils.http.network import out_of_reach
+from slime.weights.adapters import BASE, version_of
+from slime.weights.safetensors_files import read_header
 
 PROBE = "probe"
 """In the place of a backend of a process group: only see whether the address can be reached."""
@@ -148,3 +153,149 @@ def clear_missing_bias() -> None:
         return loaded
 
     DefaultModelLoader.load_weights_and_postprocess = staticmethod(load_and_clear)
+
+
+def serve_live_adapter() -> None:
+    """Have a server with LoRA generate with the newest version of the run's adapter (`slime.weights.adapters`).
+
+    - A request that names no adapter gets the version that was loaded last, as soon as generating is not paused. So
+      do those of hooks, agents and judges that never heard of LoRA; `BASE` asks for the model without adapters.
+    - It keeps that version until it ends, and its answer says so: SGLang knows the base's version alone.
+    - A version that is not the newest leaves once its last request has ended. SGLang itself would wait for that with
+      a lock that loads need, too: with paused requests nothing would ever go on.
+    """
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager as Manager
+
+    live = LiveAdapter()
+    resolve, wait = Manager._validate_and_resolve_lora, Manager._wait_one_response
+    tokenize = Manager._tokenize_one_request
+
+    async def resolve_live(manager: Any, request: Any) -> None:
+        if not isinstance(request, GenerateReqInput) or not live.takes(request):
+            return await resolve(manager, request)
+        live.give_to(request)
+        given = request.lora_path
+        try:
+            return await resolve(manager, request)
+        except ValueError:
+            if live.name is None or given == live.name or live.name in (given or ()):
+                raise
+        live.give_to(request)  # it has left between the two
+        return await resolve(manager, request)
+
+    async def wait_and_name(manager: Any, request: Any, *more: Any) -> AsyncIterator[Any]:
+        version = version_of(getattr(request, "lora_path", None))
+        async for answer in wait(manager, request, *more):
+            if version is not None and isinstance(answer, dict) and "meta_info" in answer:
+                answer["meta_info"]["weight_version"] = version
+            yield answer
+
+    async def tokenize_or_release(manager: Any, request: Any) -> Any:
+        try:
+            return await tokenize(manager, request)
+        except BaseException:  # SGLang would count it for ever, and never unload what it counts
+            if isinstance(lora_id := getattr(request, "lora_id", None), str):
+                await manager.lora_registry.release(lora_id)
+            raise
+
+    Manager._validate_and_resolve_lora = resolve_live
+    Manager._wait_one_response = wait_and_name
+    Manager._tokenize_one_request = tokenize_or_release
+    for method in ("load_lora_adapter", "load_lora_adapter_from_tensors"):
+        setattr(Manager, method, live.noting(getattr(Manager, method)))
+    _refuse_wrong_checksums()
+
+
+class LiveAdapter:
+    """The version of the run's adapter that a server serves.
+
+    Attributes:
+        name: under which SGLang has it; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    def takes(self, request: Any) -> bool:
+        """Whether a request names no adapter, and is none of SGLang's own health checks; `BASE` is taken out."""
+        if request.lora_path == BASE or request.lora_path == [BASE] * len(request.lora_path or ()):
+            request.lora_path = None
+            return False
+        named = request.lora_path if isinstance(request.lora_path, str) else any(request.lora_path or ())
+        return self.name is not None and not named and not str(request.rid).startswith("HEALTH_CHECK")
+
+    def give_to(self, request: Any) -> None:
+        """Name the adapter in a request, and in those that SGLang has made of a batch."""
+        if request.is_single:
+            request.lora_path = self.name
+            return
+        request.lora_path = [self.name] * len(request.rid)
+        for part in vars(request).get("_sub_obj_cache", {}).values():
+            part.lora_path = self.name
+
+    def noting(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """SGLang's way to load, after which the version that was loaded is served, and others leave."""
+
+        async def load_and_note(manager: Any, request: Any, *more: Any) -> Any:
+            if version_of(request.lora_name) is None:
+                return await load(manager, request, *more)
+            path = getattr(request, "lora_path", None)
+            if path and (problem := adapter_file_problem(Path(path))):
+                from sglang.srt.managers.io_struct import LoadLoRAAdapterReqOutput
+
+                return LoadLoRAAdapterReqOutput(success=False, error_message=problem)
+            taken = manager.lora_registry.get_all_adapters()
+            names = itertools.chain([request.lora_name], (f"{request.lora_name}.{i}" for i in itertools.count(1)))
+            request.lora_name = next(name for name in names if name not in taken)  # the same version, sent again
+            result = await load(manager, request, *more)
+            if result.success:
+                self.name = request.lora_name
+                self._dismiss_others(manager)
+            return result
+
+        return load_and_note
+
+    def _dismiss_others(self, manager: Any) -> None:
+        stay = {self.name} | {task.get_name() for task in self._leaving}
+        for name, ref in manager.lora_registry.get_all_adapters().items():
+            if version_of(name) is not None and name not in stay:
+                task = asyncio.get_running_loop().create_task(self._leave(manager, name, ref.lora_id), name=name)
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)
+
+    async def _leave(self, manager: Any, name: str, lora_id: str) -> None:
+        from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
+
+        await manager.lora_registry._counters[lora_id].wait_for_zero()
+        await manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name))
+        manager.lora_ref_cache.pop(name, None)  # or SGLang would try to load it again when it is named
+
+
+def adapter_file_problem(directory: Path) -> str | None:
+    """Why the adapter of a PEFT directory cannot be read; None when it can."""
+    file = directory / "adapter_model.safetensors"
+    try:
+        expected, size = read_header(file).file_bytes, file.stat().st_size
+    except OSError as error:
+        return f"{error.filename} cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError) as error:
+        return f"{file} has a damaged header ({type(error).__name__}: {error})"
+    return None if size == expected else f"{file} has {size} bytes instead of {expected}"
+
+
+def _refuse_wrong_checksums() -> None:
+    """Answer tensors of an adapter that arrive damaged; SGLang's scheduler ends there."""
+    from sglang.srt.lora.lora_manager import LoRAUpdateOutput
+    from sglang.srt.managers.tp_worker import BaseTpWorker
+
+    load = BaseTpWorker.load_lora_adapter_from_tensors
+
+    def load_or_refuse(worker: Any, request: Any) -> Any:
+        try:
+            return load(worker, request)
+        except RuntimeError as error:
+            return LoRAUpdateOutput(success=False, error_message=str(error), loaded_adapters={})
+
+    BaseTpWorker.load_lora_adapter_from_tensors = load_or_refuse

@@ -76,6 +76,8 @@ def prepare(launch: dict[str, Any]) -> None:
     engine_patches.probe_before_joining()
     if launch["server_args"].get("enable_return_routed_experts"):
         engine_patches.return_routed_experts()
+    if launch["server_args"].get("enable_lora"):
+        engine_patches.serve_live_adapter()
     if is_cpu and config.get("kv_lora_rank"):
         cpu_standins.install_latent_attention()
     family = family_of_config(config)
@@ -106,7 +108,7 @@ def _prepare_cpu(server_args: dict[str, Any]) -> None:
         cpu_standins.install()
     cpu_standins.install_kernels()
     cpu_standins.install_structured_output()
-    if server_args.get("enable_return_routed_experts"):
+    if server_args.get("enable_return_routed_experts") or server_args.get("enable_lora"):
         cpu_standins.drop_pinned_memory()
     cpu_standins.install_attention()
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from slime.backends.sglang_utils.cpu_standins import CPU_ATTENTION_BACKEND
 from slime.config.args import Args
+from slime.config.megatron.lora_plan import LoraPlan, served_plan
 from slime.utils.misc import url_host
 from slime.weights.names import read_config
 
@@ -122,7 +123,8 @@ def build_server_args(args: Args, spec: EngineSpec, place: EnginePlace) -> dict[
         "skip_server_warmup": True,
         **_worker_arguments(spec, place),
     }
-    if args.update_weights_in_flight:
+    adapters = served_plan(args) if spec.takes_weights and spec.worker_type == "regular" else None
+    if args.update_weights_in_flight and adapters is None:
         # It would keep prefixes that the old weights computed: a sync cannot flush it while requests are in flight.
         owned["disable_radix_cache"] = True
     if args.use_rollout_routing_replay and spec.model_path == args.hf_checkpoint:
@@ -130,7 +132,7 @@ def build_server_args(args: Args, spec: EngineSpec, place: EnginePlace) -> dict[
     if spec.releases_memory:
         # A draft model's weights are never sent, nor are those of a model that is not trained.
         owned |= {"enable_memory_saver": True, "enable_draft_weights_cpu_backup": True}
-        if not spec.takes_weights:
+        if not spec.takes_weights or adapters:  # nobody sends the model under adapters again
             owned["enable_weights_cpu_backup"] = True
     if place.num_nodes > 1:
         owned |= {"nnodes": place.num_nodes, "node_rank": place.node_rank}
@@ -140,7 +142,21 @@ def build_server_args(args: Args, spec: EngineSpec, place: EnginePlace) -> dict[
     if spec.takes_weights:
         # SGLang itself would take a checkpoint in fp32 for fp16, to which bf16 weights are rounded as they arrive.
         defaults.setdefault("dtype", args.params_dtype)
+    if adapters:
+        owned |= {"enable_lora": True, "lora_target_modules": list(adapters.target_modules)}
+        defaults |= adapter_defaults(args, adapters)
     return defaults | dict(spec.settings) | owned
+
+
+def adapter_defaults(args: Args, plan: LoraPlan) -> dict[str, Any]:
+    """Sizes of an engine's room for LoRA adapters, unless flags say otherwise.
+
+    The model without adapters takes a place in a batch, too. With requests in flight over a sync, a batch may hold
+    the newest version and two earlier ones; what finds no place waits.
+    """
+    places = 4 if args.update_weights_in_flight else 2
+    found: dict[str, Any] = {"max_lora_rank": plan.rank, "max_loras_per_batch": places}
+    return found | ({"lora_backend": "torch_native"} if args.accelerator == "cpu" else {})
 
 
 def _worker_arguments(spec: EngineSpec, place: EnginePlace) -> dict[str, Any]:

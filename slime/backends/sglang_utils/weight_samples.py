@@ -105,6 +105,8 @@ def _named(model: torch.nn.Module, names: set[str]) -> Iterator[tuple[str, torch
             module = model.get_submodule(path)
         except AttributeError:
             continue
+        # Where the server has LoRA, a linear layer is wrapped, and its weight is the inner layer's.
+        module = module._modules.get("base_layer") or module
         tensor = {**module._parameters, **module._buffers}.get(own_name)
         if tensor is not None:
             yield name, tensor

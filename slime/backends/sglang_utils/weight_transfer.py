@@ -8,10 +8,12 @@ The one module that `megatron_utils/update_weight` imports from this package.
 from __future__ import annotations
 
 import functools
+import hashlib
+import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContact
@@ -22,6 +24,7 @@ __all__ = [
     "NUM_BYTES",
     "DirectEngine",
     "EngineContact",
+    "adapter_tensors_of",
     "agrees",
     "metadata_of",
     "on_host",
@@ -89,6 +92,43 @@ def serialize_flat(data: torch.Tensor, places: Sequence[Place], num_receivers: i
         data = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(data))
     content = {"flattened_tensor": data, "metadata": metadata_of(tuple(places))}
     return [MultiprocessingSerializer.serialize(content, output_str=True) for _ in range(num_receivers)], data
+
+
+def adapter_tensors_of(
+    tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], sizes: Sequence[int], *, with_checksums: bool
+) -> tuple[list[dict[str, Any]], Any]:
+    """A LoRA adapter in shared memory, as `EngineClient.load_adapter` takes it.
+
+    The memory is new each time, and stays as it is: an engine keeps it for as long as it has the adapter.
+
+    Args:
+        tensors: PEFT's names -> whole tensors; each rank of an engine takes its share of them.
+        config: what SGLang reads of adapter_config.json.
+        sizes: ranks of each engine.
+        with_checksums: the engines compare a checksum of every tensor; that takes a second for a gigabyte.
+
+    Returns:
+        (what each engine gets, something to keep until all have answered).
+    """
+    _prepare()
+    import torch
+
+    flat = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values()]
+    starts = [0, *itertools.accumulate(part.numel() for part in flat)]
+    named = zip(tensors.items(), starts, strict=False)
+    places = [(name, tensor.shape, tensor.dtype, start) for (name, tensor), start in named]
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")  # also with CUDA: see `_prepare`
+    try:
+        handles, kept = serialize_flat(torch.cat(flat).share_memory_(), places, sum(sizes))
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+    left = iter(handles)
+    common: dict[str, Any] = {"config_dict": dict(config), "load_format": "flattened_bucket"}
+    if with_checksums:
+        sums = {name: hashlib.sha256(part.numpy()).hexdigest() for name, part in zip(tensors, flat, strict=True)}
+        common["expected_checksums"] = sums
+    return [common | {"serialized_named_tensors": list(itertools.islice(left, size))} for size in sizes], kept
 
 
 @functools.lru_cache(maxsize=4096)

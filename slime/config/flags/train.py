@@ -347,3 +347,9 @@ class ModelPartFlags:
         choices=("all-linear", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         needs="lora_rank",
     )
+    lora_serve: str = flag(
+        "adapter",
+        "adapter: engines hold the model and get the adapter of each version; merged: they get whole weights",
+        choices=("adapter", "merged"),
+        needs="lora_rank",
+    )

@@ -17,9 +17,10 @@ from slime.checkpoints.paths import MODEL_SHAPE_FILE, classify_checkpoint, resol
 from slime.config.args import Args
 from slime.config.megatron.derived import query_groups
 from slime.config.megatron.flag_classes import option_of
-from slime.config.problems import Check, Rule, broken, for_each
+from slime.config.problems import Check, Rule, broken, for_each, plain_option
 from slime.models.families import family_of_args
 from slime.utils.errors import UsageError
+from slime.utils.misc import needed
 from slime.weights.formats import format_of_checkpoint
 
 PROJECTIONS = {
@@ -30,6 +31,8 @@ PROJECTIONS = {
 }
 """Megatron's linear layers of a decoder layer -> the projections of HF and PEFT that each holds, in their order."""
 ALL_LINEAR = "all-linear"
+ADAPTER = "adapter"
+"""A value of --lora-serve."""
 TARGETS = (ALL_LINEAR, *(name for names in PROJECTIONS.values() for name in names))
 
 
@@ -71,6 +74,11 @@ class LoraPlan:
     def as_json(self) -> dict[str, Any]:
         """What a checkpoint of these adapters says of them."""
         return asdict(self) | {"target_modules": list(self.target_modules)}
+
+
+def served_plan(args: Args) -> LoraPlan | None:
+    """The adapters that engines serve beside the model; None where they get a model with adapters merged in."""
+    return LoraPlan.of(args) if vars(args).get("lora_serve") == ADAPTER else None
 
 
 def base_of(args: Args) -> str:
@@ -250,8 +258,8 @@ LORA: tuple[Check, ...] = (
     ),
     Rule(
         lambda a: a.update_weight_mode == "delta",
-        "--update-weight-mode delta does not go with --lora-rank {lora_rank}: engines get weights with the adapters "
-        "merged in, of which every byte may change; use full.",
+        "--update-weight-mode delta does not go with --lora-rank {lora_rank}: every byte of an adapter, or of weights "
+        "with adapters merged in, may change; use full.",
     ),
     Rule(
         _is_quantized,
@@ -270,8 +278,74 @@ LORA: tuple[Check, ...] = (
 )
 
 
+def _given(args: Args, name: str) -> Any:
+    """The value of an explicit --sglang-* flag."""
+    return (vars(args).get("sglang_overrides") or {}).get(name)
+
+
+_ENGINE_FLAGS = {
+    "quantization": "engines would compute the model's product in another type than the trainer's",
+    "speculative_algorithm": "drafts would come from the model without the adapter",
+    "lora_target_modules": "the run gives them, as of --lora-target-modules",
+    "lora_paths": "the run loads its own adapters",
+    "max_loaded_loras": "SGLang would unload adapters by itself, and hold up loads until their requests end",
+    "enable_lora_overlap_loading": "it is not proven with adapters that come and go",
+}
+"""ServerArgs field -> why it does not go with adapters that engines serve."""
+_RUN_FLAGS = {
+    "rollout_external_engine_addrs": "engines that the run did not start do not give requests the newest version",
+    "prefill_num_servers": "one answer comes from two engines, which could serve two versions",
+    "check_weight_update_equal": "it overwrites the engines' model, which is never sent; the first sync compares it",
+    "custom_update_weight_post_write_path": "a version is an adapter, not a model",
+    "update_weight_local_checkpoint_dir": "a version is an adapter, not a model",
+}
+"""Attribute -> the same of flags of the run."""
+
+SERVED: tuple[Check, ...] = (
+    Rule(
+        lambda a: needed(a.lora_rank) > (_given(a, "max_lora_rank") or needed(a.lora_rank)),
+        lambda a: (
+            f"--lora-rank {a.lora_rank} is over --sglang-max-lora-rank {_given(a, 'max_lora_rank')}, for which "
+            "engines have room; raise it, or leave it out."
+        ),
+    ),
+    Rule(
+        lambda a: (_given(a, "max_loras_per_batch") or 2) < 2,
+        lambda a: (
+            f"--sglang-max-loras-per-batch {_given(a, 'max_loras_per_batch')} does not go with --lora-serve adapter: "
+            "the model without adapters takes one of these places; give 2 or more."
+        ),
+    ),
+    Rule(
+        lambda a: (_given(a, "tokenizer_worker_num") or 1) > 1,
+        lambda a: (
+            f"--sglang-tokenizer-worker-num {_given(a, 'tokenizer_worker_num')} does not go with --lora-serve "
+            "adapter: one process of an engine has to know which version is served; leave it out."
+        ),
+    ),
+    for_each(
+        lambda a: _ENGINE_FLAGS,
+        lambda a, name: bool(_given(a, name)),
+        lambda a, name: (
+            f"--sglang-{name.replace('_', '-')} {_given(a, name)} does not go with --lora-serve adapter: "
+            f"{_ENGINE_FLAGS[name]}; leave it out, or give --lora-serve merged."
+        ),
+    ),
+    for_each(
+        lambda a: _RUN_FLAGS,
+        lambda a, name: bool(vars(a).get(name)),
+        lambda a, name: (
+            f"{plain_option(name)} does not go with --lora-serve adapter: {_RUN_FLAGS[name]}; leave it out, or give "
+            "--lora-serve merged."
+        ),
+    ),
+)
+
+
 def lora_problems(args: Args) -> Iterator[str]:
     """Yield a sentence for everything that is wrong with --lora-rank, and with adapters in --load or --ref-load."""
     if args.lora_rank is not None:
         yield from broken(LORA, args)
+    if served_plan(args) is not None:
+        yield from broken(SERVED, args)
     yield from _check_load(args)

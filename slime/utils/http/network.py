@@ -38,6 +38,11 @@ def given_address(environment: Mapping[str, str]) -> str | None:
     return next(filter(_is_ipv6_of_others, _own_addresses()), None) if env_flag(environment, PREFER_IPV6) else None
 
 
+def is_of_this_host(address: str) -> bool:
+    """Whether an address, or the name `localhost`, is this host's own."""
+    return address in ("localhost", "::1") or address.startswith("127.") or address in _own_addresses()
+
+
 def _own_addresses() -> list[str]:
     """What the interfaces are called: addresses of IPv4 and IPv6, and of the hardware."""
     return [one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found]

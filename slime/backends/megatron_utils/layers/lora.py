@@ -39,7 +39,7 @@ from safetensors.torch import save_file
 from slime.backends.megatron_utils.model.model_weights import ADAPTER, is_of_adapter, iter_weights
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.config.args import Args
-from slime.config.megatron.lora_plan import PROJECTIONS, LoraPlan, base_of, plan_in
+from slime.config.megatron.lora_plan import PROJECTIONS, LoraPlan, base_of, plan_in, served_plan
 from slime.models.families import family_of_args
 from slime.utils.errors import UsageError
 
@@ -186,7 +186,7 @@ def attach_adapters(args: Args, models: Sequence[torch.nn.Module]) -> None:
     plan = LoraPlan.of(args)
     if plan is None:
         return
-    if (args.bf16 or args.fp16) and dist.get_rank() == 0:
+    if (args.bf16 or args.fp16) and served_plan(args) is None and dist.get_rank() == 0:
         logger.warning(
             "--lora-rank %d: engines get the adapters merged into 16-bit weights, and rounding takes a part of them; "
             "train/train_rollout_logprob_abs_diff shows how much (docs/lora.md)",
@@ -267,9 +267,24 @@ def check_base(models: Sequence[torch.nn.Module], saved: float, source: Path) ->
 
 def save_adapter(args: Args, models: Sequence[torch.nn.Module], directory: Path) -> None:
     """Write the adapters as a PEFT directory, which `PeftModel.from_pretrained` loads; all ranks call it."""
+    tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in adapter_tensors(args, models).items()}
+    if dist.get_rank() == 0:
+        write_adapter(tensors, peft_config(args), directory)
+
+
+def write_adapter(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], directory: Path) -> None:
+    """Make a PEFT directory of tensors on the host and their adapter_config.json."""
+    directory.mkdir()
+    save_file(dict(tensors), directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+@torch.no_grad()
+def adapter_tensors(args: Args, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """PEFT's names -> whole tensors, on every rank (collective); some are those that are trained."""
     plan = LoraPlan.of(args)
-    assert plan is not None, "without --lora-rank there are no adapters to write"
-    family, tensors = family_of_args(args), {}
+    assert plan is not None, "without --lora-rank there are no adapters"
+    family, tensors = family_of_args(args), dict[str, torch.Tensor]()
     for model in models:
         for layer in unwrap(model).decoder.layers:
             for linear in plan.linears:
@@ -278,15 +293,15 @@ def save_adapter(args: Args, models: Sequence[torch.nn.Module], directory: Path)
                 adapter: Adapter = layer.get_submodule(linear).lora
                 for hf_name, (_, a, b) in zip(hf_names, adapter.whole(), strict=True):
                     stem = f"base_model.model.{hf_name.removesuffix('.weight')}"
-                    tensors[f"{stem}.lora_A.weight"] = a.cpu().contiguous().clone()
-                    tensors[f"{stem}.lora_B.weight"] = b.cpu().contiguous().clone()
-    if dist.get_rank() == 0:
-        directory.mkdir()
-        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-        (directory / "adapter_config.json").write_text(json.dumps(_peft_config(args, plan), indent=2) + "\n")
+                    tensors[f"{stem}.lora_A.weight"] = a
+                    tensors[f"{stem}.lora_B.weight"] = b
+    return tensors
 
 
-def _peft_config(args: Args, plan: LoraPlan) -> dict[str, Any]:
+def peft_config(args: Args) -> dict[str, Any]:
+    """The adapter_config.json of the run's adapters."""
+    plan = LoraPlan.of(args)
+    assert plan is not None, "without --lora-rank there are no adapters"
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -8,8 +8,9 @@ from typing import Any
 
 from slime.backends.megatron_utils.update_weight.base import NoLinkError, WeightSyncError, WeightUpdater
 from slime.config.args import Args
+from slime.config.megatron.lora_plan import served_plan
 from slime.utils.misc import load_function
-from slime.weights.transports import transport_of
+from slime.weights.transports import ADAPTERS, transport_of
 
 __all__ = [
     "NoLinkError",
@@ -103,9 +104,8 @@ def build_weight_updater(args: Args, model: list[Any], *, colocated: bool) -> We
         model: this rank's Megatron model chunks.
         colocated: trainer and engines share their slots, so that memory can be handed over.
     """
+    way = transport_of(args.update_weight_transport, args.update_weight_mode, colocated=colocated)
     # Found by name: some of them reach SGLang's classes, which takes seconds to import.
-    make = load_function(
-        transport_of(args.update_weight_transport, args.update_weight_mode, colocated=colocated).updater
-    )
+    make = load_function((ADAPTERS if served_plan(args) else way).updater)
     updater: WeightUpdater = make(args, model)
     return updater

@@ -32,7 +32,12 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 @torch.no_grad()
 def iter_hf_buckets(
-    args: Args, model: Sequence[torch.nn.Module], *, buffer_size: int, only_own_stage: bool = False
+    args: Args,
+    model: Sequence[torch.nn.Module],
+    *,
+    buffer_size: int,
+    only_own_stage: bool = False,
+    merged: bool = True,
 ) -> Iterator[Bucket]:
     """Yield lists of (HF name, full tensor) that together make up the model.
 
@@ -48,6 +53,7 @@ def iter_hf_buckets(
         buffer_size: bytes of a bucket; exceeded only by a parameter that is larger by itself, or with those that
             engines load only together with it.
         only_own_stage: what other pipeline stages have is theirs to send.
+        merged: LoRA adapters are added to the weights under them; otherwise those weights are as they were loaded.
 
     Raises:
         QuantizationError: a weight that is to be quantised is not finite, or no whole groups wide.
@@ -57,7 +63,7 @@ def iter_hf_buckets(
     num_bytes = 0
     for module in model:
         finish_param_gather(module)
-    weights = (iter_weights_of_own_stage if only_own_stage else iter_weights_of_all_stages)(model)
+    weights = (iter_weights_of_own_stage if only_own_stage else iter_weights_of_all_stages)(model, merged=merged)
     for found in kept_together(gather_hf_tensors(weight, family, shape) for weight in weights):
         size = stored_bytes(found, fmt)
         if bucket and num_bytes + size > buffer_size:
@@ -132,16 +138,16 @@ def finish_param_gather(module: torch.nn.Module) -> None:
         module.start_param_sync(force_sync=True)
 
 
-def iter_weights_of_own_stage(model: Sequence[torch.nn.Module]) -> Iterator[Weight]:
+def iter_weights_of_own_stage(model: Sequence[torch.nn.Module], *, merged: bool = True) -> Iterator[Weight]:
     """Every weight of this rank's chunks, wrapped or bare; the last stage's copy of a tied embedding is left out.
 
-    LoRA adapters are merged into the weights under them.
+    With `merged`, LoRA adapters are merged into the weights under them.
     """
-    weights = ((chunk, weight) for chunk in model for weight in iter_weights(chunk, merged=True))
+    weights = ((chunk, weight) for chunk in model for weight in iter_weights(chunk, merged=merged))
     return (weight for chunk, weight in weights if not is_tied_copy(chunk, weight))
 
 
-def iter_weights_of_all_stages(model: Sequence[torch.nn.Module]) -> Iterator[Weight]:
+def iter_weights_of_all_stages(model: Sequence[torch.nn.Module], *, merged: bool = True) -> Iterator[Weight]:
     """Every weight of the model, as this rank's place in each stage holds it: stage by stage, one tensor at a time.
 
     The last stage's copy of a tied embedding is left out. Tensors of other stages are valid until the next one is
@@ -149,12 +155,13 @@ def iter_weights_of_all_stages(model: Sequence[torch.nn.Module]) -> Iterator[Wei
 
     Args:
         model: this rank's chunks, wrapped or bare.
+        merged: as of `iter_weights_of_own_stage`.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
-        yield from iter_weights_of_own_stage(model)
+        yield from iter_weights_of_own_stage(model, merged=merged)
         return
-    mine = list(iter_weights_of_own_stage(model))
+    mine = list(iter_weights_of_own_stage(model, merged=merged))
     described: list[Any] = [None] * group.size()
     of_mine = [(replace(weight, tensor=torch.empty(0)), weight.tensor.shape, weight.tensor.dtype) for weight in mine]
     dist.all_gather_object(described, of_mine, group=group)

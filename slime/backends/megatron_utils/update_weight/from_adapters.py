@@ -1,0 +1,205 @@
+"""Weight sync of LoRA adapters: engines keep the model that they were started from, and get each version's adapter.
+
+Before the pause, while engines generate, every rank gathers its part of the adapter; the source rank checks it and
+copies it to the host. Then: pause, load version v+1, continue. Engines of ours (`engine_patches.serve_live_adapter`)
+give requests the version that was loaded last; v leaves an engine when its last request has ended. Prefixes are cached
+by adapter, so nothing is flushed.
+
+An engine on the source rank's host gets tensors in shared memory. Engines elsewhere read a PEFT directory of the
+version in --update-weight-disk-dir; so do all with --update-weight-transport disk.
+
+Whenever engines are connected, be they new or not, the model under the adapters is compared once: a few elements of a
+few tensors have to be the trainer's (`SyncChecks`), and the adapter's tensors are sent with checksums. After the first
+sync with adapters that are not zero, each engine has to answer otherwise than without them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from safetensors import SafetensorError
+
+from slime.backends.megatron_utils.layers.lora import adapter_tensors, peft_config, write_adapter
+from slime.backends.megatron_utils.update_weight.base import WeightSyncError, WeightUpdater
+from slime.backends.megatron_utils.update_weight.bucket_stream import Bucket, check_versions
+from slime.backends.megatron_utils.update_weight.engines import contact_of
+from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather, iter_hf_buckets
+from slime.backends.sglang_utils.weight_transfer import adapter_tensors_of
+from slime.config.args import Args
+from slime.config.megatron.lora_plan import LoraPlan
+from slime.utils.errors import UsageError
+from slime.utils.http.network import is_of_this_host
+from slime.utils.misc import needed
+from slime.weights.adapters import BASE, adapter_name, check_adapter
+from slime.weights.version_dir import FLAG, WeightDir
+
+logger = logging.getLogger(__name__)
+
+PROBE_TOKENS = range(1, 17)
+"""A prompt whose log-probs have to move; every model has so many tokens."""
+
+
+class AdapterUpdater(WeightUpdater):
+    """Loads each version's LoRA adapter into the engines.
+
+    Args:
+        args: as of `WeightUpdater`, the `lora_*` flags, `update_weight_transport`, `update_weight_disk_dir`,
+            `update_weight_disk_keep_files`, `output_dir`, `offload_rollout`.
+        model: this rank's Megatron model chunks.
+    """
+
+    is_over_files = True  # no other way takes its place: engines cannot load weights under their adapters
+
+    def __init__(self, args: Args, model: list[Any]) -> None:
+        super().__init__(args, model)
+        root = args.update_weight_disk_dir
+        keeps, run = args.update_weight_disk_keep_files, str(args.output_dir)
+        self._dir = WeightDir(Path(root).absolute(), keeps_files=keeps, run=run) if root else None
+        self._plan = needed(LoraPlan.of(args))
+        self._config = peft_config(args) | {"lora_alpha": self._plan.scale * self._plan.rank}
+        self._readers: list[int] = []
+        self._base: dict[str, tuple[int, ...]] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._is_new = self._is_unseen = True
+        self._pack_s = 0.0
+
+    def _iterate(self) -> Iterator[Bucket]:
+        """The model under the adapters."""
+        return iter_hf_buckets(self.args, self.model, buffer_size=self.args.update_weight_buffer_size, merged=False)
+
+    def _open_anew(self) -> None:
+        self._is_new = self._is_unseen = True
+        self._by_source(self._choose_readers, also=(UsageError, OSError))
+
+    def _choose_readers(self) -> None:
+        """Which engines read files: those elsewhere, or all."""
+        all_read = self.args.update_weight_transport == "disk"
+        self._readers = [n for n, engine in self.fleet.engines.items() if all_read or _is_elsewhere(engine, n)]
+        if not self._readers:
+            return
+        if self._dir is None:
+            where = contact_of(self.fleet.engines[self._readers[0]], self._readers[0])
+            raise UsageError(
+                f"{where} is on another host than the trainer's first rank, and reads adapters from files; give a "
+                f"directory that all hosts share as {FLAG}, or --lora-serve merged."
+            )
+        self._dir.claim(goes_on=self.weight_version > 0)
+
+    def _prepare(self) -> None:
+        if self._is_new:
+            self._look_at_base()
+        begin = time.monotonic()
+        for chunk in self.model:
+            finish_param_gather(chunk)
+        tensors = adapter_tensors(self.args, self.model)
+        self._by_source(lambda: self._make_ready(tensors), also=(OSError, SafetensorError))
+        self._pack_s = time.monotonic() - begin
+
+    def _look_at_base(self) -> None:
+        """Note what the engines must hold under the adapters (collective)."""
+        for bucket in self._buckets():
+            self._base |= {name: tuple(tensor.shape) for name, tensor in bucket}
+
+    def _make_ready(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Check the adapter, and copy it to the host, and to a file where engines read one."""
+        self._tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        max_rank = self.args.sglang_max_lora_rank or self._plan.rank
+        try:
+            check_adapter(shapes, self._config, base=self._base, max_rank=max_rank)
+        except ValueError as error:
+            raise WeightSyncError(f"weight sync {self.weight_version}: {error}", is_final=True) from None
+        if self._readers:
+            self._write()
+
+    def _write(self) -> None:
+        """Write this version's directory; it has its name once it is complete."""
+        path = needed(self._dir).path(self.weight_version)
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        for left in (path, unfinished):  # of a sync that failed
+            needed(self._dir).remove(left)
+        own = {name: tensor.clone() for name, tensor in self._tensors.items()}
+        write_adapter(own, self._config, unfinished)
+        unfinished.rename(path)
+
+    def _pause(self) -> None:
+        """Stop the engines; a prefix cache is one adapter's, so that there is nothing to flush."""
+        mode = "retract" if self.args.update_weights_in_flight else "abort"
+        self.fleet.call("pause", mode, what="pausing generation")
+
+    def _attempt(self) -> WeightSyncError | None:
+        if not self.is_source:
+            return None
+        version = str(self.weight_version)
+        try:
+            self._load()
+            if self._is_new:
+                self.checks.compare(self.fleet, self.weight_version)
+            else:
+                naming = self.fleet.start("set_weight_version", version)
+                found = self.fleet.wait(naming, "setting the weight version")
+                check_versions(self.fleet, dict(zip(naming, found, strict=True)), version)
+        except WeightSyncError as error:
+            return error
+        return None
+
+    def _load(self) -> None:
+        """Have every engine load the adapter, and wait for all."""
+        name, calls = adapter_name(self.weight_version), {}
+        local = [number for number in self.fleet.engines if number not in self._readers]
+        kept = None
+        if local:
+            sizes = [self.engine_sizes[number] for number in local]
+            bodies, kept = adapter_tensors_of(self._tensors, self._config, sizes, with_checksums=self._is_new)
+            calls = self.fleet.some(local).start_each("load_adapter", [((name,), body) for body in bodies])
+        if self._readers:
+            path = str(needed(self._dir).path(self.weight_version))
+            calls |= self.fleet.some(self._readers).start("load_adapter", name, path=path)
+        self.fleet.wait(calls, f"the load of adapter {name}")
+        del kept
+
+    def _release(self) -> None:
+        """Every engine has a copy of its own."""
+        self._is_new = False
+        if self._readers and self._dir is not None:
+            self._dir.discard(self.weight_version)
+
+    def _more_metrics(self) -> dict[str, float]:
+        return {"perf/update_weights_pack_time": self._pack_s}
+
+    def _update(self) -> dict[str, float]:
+        metrics = super()._update()
+        self._by_source(self._see_that_it_is_served)
+        self._tensors = {}
+        return metrics
+
+    def _see_that_it_is_served(self) -> None:
+        """Once for connected engines: their answers differ from those of the model without adapters.
+
+        Engines that gave their memory up have no cache to generate with yet; what they serve shows in
+        `train/train_rollout_logprob_abs_diff`.
+        """
+        is_zero = all(not tensor.any() for name, tensor in self._tensors.items() if ".lora_B." in name)
+        if not self._is_unseen or is_zero or self.args.offload_rollout:
+            return
+        asked = [self.fleet.start("prompt_log_probs", PROBE_TOKENS, adapter=adapter) for adapter in (None, BASE)]
+        live, base = (self.fleet.wait(calls, "answering with and without the adapter") for calls in asked)
+        for number, ours, theirs in zip(self.fleet.engines, live, base, strict=True):
+            if ours == theirs:
+                raise WeightSyncError(
+                    f"{contact_of(self.fleet.engines[number], number)} has loaded {adapter_name(self.weight_version)}"
+                    ", and answers as without it",
+                    is_final=True,
+                )
+        self._is_unseen = False
+
+
+def _is_elsewhere(engine: Any, number: int) -> bool:
+    host = urlsplit(contact_of(engine, number).url).hostname
+    return host is not None and not is_of_this_host(host)

@@ -1,0 +1,86 @@
+"""Names of the versions of a LoRA adapter in an engine, and what must hold before an engine gets one.
+
+SGLang 0.5.17 hardly looks at an adapter when it loads it. A part that is missing, or has another shape, ends the
+server at the first request, and a scale that is not alpha / rank is ignored. So `check_adapter` looks first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+BASE = "slime-base"
+"""As `lora_path` of a request: the model without adapters, on an engine of ours."""
+_PREFIX = "slime-v"
+_PEFT = "base_model.model."
+_IGNORED = ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern")
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def adapter_name(version: int) -> str:
+    """The name of a version.
+
+    >>> adapter_name(17)
+    'slime-v17'
+    """
+    return f"{_PREFIX}{version}"
+
+
+def version_of(name: Any) -> str | None:
+    """The version that a name stands for; None where it is another adapter's.
+
+    >>> version_of("slime-v17"), version_of("slime-v17.2"), version_of("judge")
+    ('17', '17', None)
+    """
+    if not isinstance(name, str) or not name.startswith(_PREFIX):
+        return None
+    return name.removeprefix(_PREFIX).partition(".")[0]
+
+
+def check_adapter(
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Mapping[str, Any],
+    *,
+    base: Mapping[str, tuple[int, ...]],
+    max_rank: int,
+) -> None:
+    """Refuse an adapter that an engine would load, and then die of or serve wrongly.
+
+    Args:
+        shapes: PEFT's name of each tensor -> its shape.
+        config: of adapter_config.json: r, lora_alpha, target_modules, ...
+        base: HF name of each weight of the model -> its shape, [out, in].
+        max_rank: that the engine has room for.
+
+    Raises:
+        ValueError: says what is wrong, with the name of the tensor.
+    """
+    rank = config["r"]
+    if rank > max_rank:
+        raise ValueError(f"the adapter has rank {rank}, and engines take {max_rank} at most")
+    if ignored := [name for name in _IGNORED if config.get(name)]:
+        raise ValueError(f"the adapter has {', '.join(ignored)}, which engines ignore: their scale is lora_alpha / r")
+    modules: dict[str, set[str]] = {}
+    for name, shape in shapes.items():
+        module, _, half = name.removeprefix(_PEFT).removesuffix(".weight").rpartition(".lora_")
+        weight = base.get(f"{module}.weight")
+        if weight is None:
+            raise ValueError(f"{name}: the model has no {module}.weight")
+        expected = (rank, weight[1]) if half == "A" else (weight[0], rank)
+        if tuple(shape) != expected:
+            raise ValueError(f"{name} has the shape {tuple(shape)}; {expected} fits the model")
+        modules.setdefault(module, set()).add(half)
+    if not modules:
+        raise ValueError("the adapter has no tensors")
+    for module, halves in modules.items():
+        _check_complete(module, halves, modules)
+
+
+def _check_complete(module: str, halves: set[str], modules: Mapping[str, Any]) -> None:
+    """Both halves are there, and what the engine fuses with the module."""
+    if halves != {"A", "B"}:
+        raise ValueError(f"{module} has lora_{min(halves)} alone")
+    block, _, leaf = module.rpartition(".")
+    for names in _TOGETHER:
+        if leaf in names and (missing := [name for name in names if f"{block}.{name}" not in modules]):
+            raise ValueError(f"{module} comes without {', '.join(missing)}, of which the engine makes one weight")

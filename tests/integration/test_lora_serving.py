@@ -1,0 +1,250 @@
+"""Adapters in a real engine on CPU: log-probs against PEFT's, versions that come and go, what is refused.
+
+The trainer's side of a sync is `AdapterUpdater` with tensors of a test's own: gathering them from Megatron is tested
+in test_lora.py, and a whole run in test_lora_e2e.py.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.backends.megatron_utils.update_weight import from_adapters
+from slime.backends.megatron_utils.update_weight.base import WeightSyncError
+from slime.backends.megatron_utils.update_weight.from_adapters import AdapterUpdater
+from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.utils import http_utils
+from slime.weights.adapters import BASE
+from tests.integration.conftest import make_engine
+from tests.integration.trainer_world import trainer_args
+
+PROMPT = [random.Random(0).randrange(8, 100) for _ in range(64)]
+RANK = 8
+TOLERANCE = 1e-4
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    log = tmp_path_factory.mktemp("lora") / "engine_0.log"
+    rooms = {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": [*TARGETS], "max_loras_per_batch": 4}
+    running = make_engine(tiny_models[0], log, **rooms, lora_backend="torch_native")
+    running.start(deadline_s=170)
+    yield running
+    running.shutdown()
+
+
+def drawn(model: Path, seed: int, scale: float = 0.05) -> Tensors:
+    """A random adapter of a model."""
+    generator, tensors = torch.Generator().manual_seed(seed), Tensors()
+    for name, weight in load_file(model / "model.safetensors").items():
+        if name.split(".")[-2] in TARGETS:
+            stem = f"base_model.model.{name.removesuffix('.weight')}"
+            for half, shape in (("A", (RANK, weight.shape[1])), ("B", (weight.shape[0], RANK))):
+                tensors[f"{stem}.lora_{half}.weight"] = torch.randn(shape, generator=generator) * scale
+    return tensors
+
+
+@pytest.fixture
+def updater(
+    engine: SGLangEngine, tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., AdapterUpdater]:
+    """Makes the updater of a trainer whose model is the first of `tiny_models`, or another."""
+
+    def make(model: Path = tiny_models[0], **flags: Any) -> AdapterUpdater:
+        weights = list(load_file(model / "model.safetensors").items())
+        monkeypatch.setattr(from_adapters, "iter_hf_buckets", lambda *_, **__: iter([weights]))
+        monkeypatch.setattr(from_adapters, "adapter_tensors", lambda args, model: args.tensors)
+        values = {
+            "lora_rank": RANK,
+            "output_dir": str(tmp_path),
+            "offload_rollout": False,
+            "sglang_max_lora_rank": None,
+        }
+        args = trainer_args(tiny_models[0], **values | flags)
+        args.tensors = drawn(tiny_models[0], 1)
+        made = AdapterUpdater(args, [])
+        made.connect([engine], engine_sizes=[1])
+        return made
+
+    return make
+
+
+def send(updater: AdapterUpdater, tensors: Tensors) -> None:
+    updater.args.tensors = tensors
+    updater.update()
+
+
+def of_peft(model: Path, tensors: Tensors | None) -> list[float]:
+    """Log-probs of the prompt, as PEFT has them."""
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    hf: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    if tensors is not None:
+        hf = get_peft_model(hf, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=[*TARGETS])).eval()
+        set_peft_model_state_dict(hf, tensors)
+    with torch.no_grad():
+        log_probs = hf(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    return [float(log_probs[i, token]) for i, token in enumerate(PROMPT[1:])]
+
+
+def gap(ours: list[float], theirs: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+
+
+def generate(engine: SGLangEngine, prompt: list[int], length: int, lora_path: str | None = None) -> dict[str, Any]:
+    payload: dict[str, Any] = {"input_ids": prompt, "lora_path": lora_path, "return_logprob": True}
+    payload["sampling_params"] = {"max_new_tokens": length, "ignore_eos": True, "temperature": 0.0}
+    return dict(http_utils.post_sync(f"{engine.url}/generate", payload, timeout_s=120)["meta_info"])
+
+
+def loaded(engine: SGLangEngine) -> set[str]:
+    models = http_utils.get_sync(f"{engine.url}/v1/models", timeout_s=10)["data"]
+    return {model["id"] for model in models if model.get("parent")}
+
+
+def wait_until_loaded(engine: SGLangEngine, names: set[str]) -> None:
+    deadline = time.monotonic() + 20
+    while loaded(engine) != names:
+        assert time.monotonic() < deadline, (loaded(engine), names)
+        time.sleep(0.05)
+
+
+def test_an_engine_answers_as_peft_does_and_each_answer_names_its_version(
+    engine: SGLangEngine, updater: Callable[..., AdapterUpdater], tiny_models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model = tiny_models[0]
+    of_base = of_peft(model, None)
+    by_memory = updater()
+    for version in (1, 2):
+        tensors = drawn(model, version)
+        send(by_memory, tensors)
+        expected = of_peft(model, tensors)
+        assert gap(expected, of_base) > 100 * TOLERANCE
+        assert gap(engine.prompt_log_probs(PROMPT), expected) <= TOLERANCE, "a request that names no adapter"
+        assert gap(engine.prompt_log_probs(PROMPT, adapter=BASE), of_base) <= TOLERANCE
+        assert generate(engine, PROMPT, 1)["weight_version"] == str(version) == engine.get_weight_version()
+    wait_until_loaded(engine, {"slime-v2"})
+    by_file = updater(update_weight_transport="disk", update_weight_disk_dir=str(tmp_path / "versions"))
+    by_file.weight_version = 2
+    send(by_file, drawn(model, 3))
+    assert gap(engine.prompt_log_probs(PROMPT), of_peft(model, drawn(model, 3))) <= TOLERANCE
+    assert not list((tmp_path / "versions").glob("weight_v*")), "a version leaves when the engines have it"
+
+
+def test_a_prefix_of_one_version_is_not_used_by_another(
+    engine: SGLangEngine, updater: Callable[..., AdapterUpdater], tiny_models: tuple[Path, Path]
+) -> None:
+    ours, prompt = updater(), [random.Random(7).randrange(8, 100) for _ in range(64)]
+    for version in (1, 2):
+        send(ours, drawn(tiny_models[0], 10 + version))
+        assert [generate(engine, prompt, 1)["cached_tokens"] for _ in range(2)] == [0, 63], version
+    assert [generate(engine, prompt, 1, BASE)["cached_tokens"] for _ in range(2)] == [0, 63]
+
+
+@pytest.mark.parametrize("num_versions", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_versions_come_and_go_beside_requests_in_flight(
+    engine: SGLangEngine, updater: Callable[..., AdapterUpdater], tiny_models: tuple[Path, Path], num_versions: int
+) -> None:
+    """Paused requests go on with the version that they began with; what is not used any more leaves."""
+    ours = updater(update_weights_in_flight=True)
+    adapters = [drawn(tiny_models[0], seed) for seed in (20, 21)]
+    send(ours, adapters[1])  # version 1
+    alone = generate(engine, PROMPT, 150)["output_token_logprobs"]
+    answers: list[dict[str, Any]] = []
+    threads, memory = [], []
+    for version in range(2, num_versions + 2):
+        thread = threading.Thread(target=lambda: answers.append(generate(engine, PROMPT, 150)), daemon=True)
+        thread.start()
+        threads.append(thread)
+        time.sleep(0.05)
+        send(ours, adapters[version % 2])
+        memory.append(sum(child.memory_info().rss for child in psutil.Process(engine.pid).children(recursive=True)))
+    for thread in threads:
+        thread.join(60)
+    assert len(answers) == num_versions, "no request waits for ever"
+    versions = sorted(int(answer["weight_version"]) for answer in answers)
+    assert versions == list(range(1, num_versions + 1)), "each keeps the version that it began with"
+    for answer in answers:
+        if int(answer["weight_version"]) % 2:
+            assert [entry[1] for entry in answer["output_token_logprobs"]] == [entry[1] for entry in alone]
+    wait_until_loaded(engine, {f"slime-v{num_versions + 1}"})
+    half = len(memory) // 2
+    assert memory[-1] < 1.1 * memory[half], "what has left takes no memory"
+
+
+def test_an_engine_of_another_model_is_refused_at_the_first_sync(
+    updater: Callable[..., AdapterUpdater], tiny_models: tuple[Path, Path], engine: SGLangEngine
+) -> None:
+    with pytest.raises(WeightSyncError, match="does not hold the weights"):
+        updater(model=tiny_models[1]).update()
+    engine.continue_generation()
+
+
+def test_an_adapter_that_would_end_the_server_is_not_sent(
+    updater: Callable[..., AdapterUpdater], tiny_models: tuple[Path, Path], engine: SGLangEngine
+) -> None:
+    whole = drawn(tiny_models[0], 30)
+    without = {name: tensor for name, tensor in whole.items() if ".gate_proj." not in name}
+    with pytest.raises(WeightSyncError, match="up_proj comes without gate_proj"):
+        send(updater(), without)
+    assert engine.health()
+
+
+def test_a_truncated_file_and_damaged_tensors_are_refused_and_the_engine_lives(
+    engine: SGLangEngine,
+    updater: Callable[..., AdapterUpdater],
+    tiny_models: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write = from_adapters.write_adapter
+
+    def write_half(tensors: Tensors, config: Any, directory: Path) -> None:
+        write(tensors, config, directory)
+        file = directory / "adapter_model.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+
+    by_file = updater(update_weight_transport="disk", update_weight_disk_dir=str(tmp_path / "versions"))
+    monkeypatch.setattr(from_adapters, "write_adapter", write_half)
+    with pytest.raises(WeightSyncError, match="adapter_model.safetensors has .* bytes instead of"):
+        by_file.update()
+    pack = from_adapters.adapter_tensors_of
+
+    def damaged(*args: Any, **keywords: Any) -> Any:
+        bodies, kept = pack(*args, **keywords)
+        kept.zero_()
+        return bodies, kept
+
+    by_memory = updater()
+    monkeypatch.setattr(from_adapters, "adapter_tensors_of", damaged)
+    with pytest.raises(WeightSyncError, match="adapter sync MISMATCH"):
+        by_memory.update()
+    monkeypatch.setattr(from_adapters, "adapter_tensors_of", pack)
+    send(by_memory, drawn(tiny_models[0], 40))
+    assert generate(engine, PROMPT, 4)["weight_version"] == "1"
+
+
+def test_a_request_that_is_refused_does_not_keep_its_version(
+    engine: SGLangEngine, updater: Callable[..., AdapterUpdater], tiny_models: tuple[Path, Path]
+) -> None:
+    """SGLang counts it before it looks at its length; a version that is counted for ever would never leave."""
+    ours = updater()
+    send(ours, drawn(tiny_models[0], 50))
+    with pytest.raises(Exception, match="400|longer"):
+        generate(engine, [8] * 100_000, 4)
+    send(ours, drawn(tiny_models[0], 51))
+    wait_until_loaded(engine, {"slime-v2"})
+    assert generate(engine, PROMPT, 4)["weight_version"] == "2"
