@@ -3,7 +3,7 @@
     python examples/coding_agent_rl/make_data.py --output outputs/coding-agent/data
 
 Files: train.jsonl and eval.jsonl (held-out repositories: file, task and tests in the metadata), sft.jsonl
-(demonstrations: half of them write the right operator, a quarter another wrong one, a quarter change nothing),
+(demonstrations: half of them write the right operator, a quarter the wrong one again, a quarter nothing at all),
 eval.yaml (the evaluation set) and agent.yaml (for --custom-config-path). The seed decides all but what is held out.
 """
 
@@ -98,8 +98,7 @@ class Bug:
     def demonstration(self, rng: random.Random) -> list[Message]:
         """A conversation of mixed quality, as the scripted agent leads it."""
         kind = rng.choice(["right", "right", "wrong", "idle"])
-        others = [symbol for symbol in OPERATORS if symbol not in (self.wrong, NAMES[self.name])]
-        symbol = NAMES[self.name] if kind == "right" else rng.choice(others)
+        symbol = NAMES[self.name] if kind == "right" else self.wrong
         edit = [
             {"role": "assistant", "content": CALL + self.source(symbol) + END},
             {"role": "tool", "content": "written"},

@@ -93,7 +93,7 @@ class SandboxServer:
         yield
         watch.cancel()
         async with asyncio.timeout(2 * OPEN_S):
-            await asyncio.gather(*(self._close(name) for name in list(self._held)))
+            await self._close_all(list(self._held))
 
     async def _end_silent(self) -> None:
         while True:
@@ -101,7 +101,14 @@ class SandboxServer:
             for name, held in list(self._held.items()):
                 if time.monotonic() - held.heard > self.lease_s:
                     logger.warning("sandbox %s ends: its owner was silent for %g s", name, self.lease_s)
-                    await self._close(name)
+                    await self._close_all([name])
+
+    async def _close_all(self, names: list[str]) -> None:
+        """End sandboxes; one that cannot be ended is a line of the log, and the watch goes on."""
+        failures = await asyncio.gather(*map(self._close, names), return_exceptions=True)
+        for name, failure in zip(names, failures, strict=True):
+            if failure is not None:
+                logger.error("sandbox %s was not ended: %s: %s", name, type(failure).__name__, failure)
 
     def _guarded(self, endpoint: Endpoint) -> Endpoint:
         async def guarded(request: Request) -> Response:

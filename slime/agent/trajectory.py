@@ -11,6 +11,7 @@ Only ids that the engine read and wrote reach a sample. A generated token that i
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os.path
 from collections.abc import Iterator, Sequence
@@ -107,6 +108,11 @@ class DriftKind(Enum):
     """It differs before that, or too much would be lost: it begins a sample of its own."""
 
 
+def shown_key(sid: str) -> str:
+    """What the log calls a session, whose key is a secret."""
+    return hashlib.blake2b(sid.encode(), digest_size=4).hexdigest()
+
+
 def _common_prefix_len(a: list[int], b: Sequence[int]) -> int:
     """The length of the head that two id lists have in common."""
     head = list(b[: len(a)])
@@ -168,7 +174,7 @@ class TrajectoryManager:
         if given not in (0, needed):
             raise AssertionError(f"output_log_probs has {given} entries for {needed} output_ids")
         if not prompt_messages:
-            logger.warning("session %s: a turn without prompt messages was not recorded", sid)
+            logger.warning("session %s: a turn without prompt messages was not recorded", shown_key(sid))
             return
         node, num_known = self._walk(self._trees.setdefault(sid, MessageNode()), prompt_messages)
         for message in prompt_messages[num_known:]:
@@ -253,7 +259,7 @@ class TrajectoryManager:
         if lost and samples:  # of parts that became no sample: they are counted all the same
             samples[-1].metadata["agent"]["masked_tokens"] += lost
         elif lost:
-            logger.warning("session %s gives no sample, although the engine wrote %d tokens in it", sid, lost)
+            logger.warning("session %s gives no sample, although the engine wrote %d tokens", shown_key(sid), lost)
         self.drop_session(sid)
         return samples
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import http.client
 import json
 import logging
@@ -14,6 +15,7 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
+import numpy as np
 import openai
 import pytest
 
@@ -161,6 +163,9 @@ def test_a_body_over_the_limit_is_413_and_the_next_one_is_answered():
         ({"messages": ASK, "tool_choice": "required"}, "tool_choice"),
         ({"messages": ASK, "tool_choice": {"type": "function", "function": {"name": "rm"}}, "tools": TOOLS},
          "tool_choice"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+         "messages[0].content[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [3]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "reasoning", "summary": ["x"]}]}, "input[0].summary"),
@@ -359,7 +364,8 @@ def test_what_no_model_gets_is_reported():
     with gateway(["a"]) as (server, _):
         key = opened(server)
         image = {"type": "image", "source": {}}
-        body = {"messages": [{"role": "user", "content": [image, {"type": "text", "text": "x"}]}], "temperature": 0.1}
+        result = {"type": "tool_result", "tool_use_id": "t", "content": [image, {"type": "text", "text": "x"}]}
+        body = {"messages": [{"role": "user", "content": [result]}], "temperature": 0.1}
         body["tools"] = [*ANTHROPIC_TOOLS, {"type": "web_search_20250305", "name": "web_search"}]
         assert send(server, MESSAGES, key, body)[0] == 200
         [sample] = finish(server, key)
@@ -574,3 +580,22 @@ def test_an_engine_is_asked_for_its_experts_where_they_are_replayed():
         with gateway(["a"], args=args) as (server, engine):
             assert send(server, CHAT, opened(server))[0] == 200
             assert engine.requests[0].get("return_routed_experts") is asked
+
+
+def test_routed_experts_of_several_turns_are_those_of_every_token_but_the_last():
+    layers, topk = 2, 3
+    args = types.SimpleNamespace(use_rollout_routing_replay=True, num_layers=layers, moe_router_topk=topk)
+    args.sglang_speculative_algorithm = None
+    texts, messages = ["a", "bcd", "ef"], list(ASK)
+    with gateway(texts, args=args) as (server, engine):
+        key = opened(server)
+        for number, text in enumerate(list(texts)):
+            prompt = engine.tokenizer.apply_chat_template(messages, None, True, True)
+            rows = np.full((len(prompt) + len(text) - 1, layers, topk), number, np.int32)
+            engine.meta = {"routed_experts": base64.b64encode(rows.tobytes()).decode()}
+            assert send(server, CHAT, key, {"messages": messages})[0] == 200
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+        [sample] = finish(server, key)
+    assert sample.metadata["agent"]["turns"] == 3 and sum(sample.loss_mask) == sum(map(len, ["a", "bcd", "ef"]))
+    assert sample.rollout_routed_experts.shape == (len(sample.tokens) - 1, layers, topk)
+    assert (sample.rollout_routed_experts == 2).all(), "the last call of the engine has read every token"

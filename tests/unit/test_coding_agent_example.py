@@ -196,6 +196,31 @@ def test_entries_of_a_remote_environment_are_read_too():
     assert (md["image"], md["eval_cmd"], md["pre_commands"]) == ("u", "pytest", ["make"])
     assert swe.evaluability_check(md) is None
     assert swe.evaluability_check(md | {"protocol": "swebench"}) == "unevaluatable:protocol swebench"
+    pro = swe.get_metadata(Sample(metadata={"image": "i", "workdir": "/w", "swepro": {"parser": "x"}}), "scaleswe")
+    assert "parser.py, which are not run here; give eval_cmd" in swe.evaluability_check(pro)
+
+
+@pytest.mark.parametrize(
+    ("said", "reward"),
+    [
+        ("PASSED t.py::a\nFAILED t.py::c\nPASSED t.py::b", 1.0),
+        ("PASSED t.py::a\nFAILED t.py::b", 0.0),
+        ("t.py::a ... ok\nt.py::b ... ok", 1.0),
+        ("", 0.0),
+    ],
+)
+def test_the_named_tests_decide_whatever_the_exit_code_says(monkeypatch, said, reward):
+    class Box(FakeSandbox):
+        async def exec(self, cmd: str, **kwargs: Any) -> tuple[int, str, str]:
+            if cmd.startswith("grep"):
+                lines = [line for line in said.splitlines() if re.search(r"^PASSED |[.]{3} ok$", line)]
+                return 0, "\n".join(lines), ""
+            return (int(reward == 1.0), "", "") if "pytest -rA" in cmd else await super().exec(cmd, **kwargs)
+
+    monkeypatch.setattr(swe, "E2BSandbox", Box)
+    tests = {"FAIL_TO_PASS": json.dumps(["t.py::a"]), "PASS_TO_PASS": ["t.py::b"]}
+    md = swe.get_metadata(Sample(metadata=ROW | tests | {"eval_cmd": "pytest -rA"}), "scaleswe")
+    assert asyncio.run(swe.run_evaluation(md, diff_text="", timeout_sec=9)).reward == reward
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import pytest
 import uvicorn
 
 from slime.agent.sandbox import GatewayAccess, HttpSandbox, Sandbox, SandboxError, SandboxTimeout, make_sandbox
-from slime.agent.sandbox_server import SandboxServer
+from slime.agent.sandbox_server import SandboxServer, _Held
 from tests.unit.sandbox_fakes import gateway
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -231,3 +231,31 @@ def test_failures_of_the_client_are_sandbox_errors(monkeypatch: pytest.MonkeyPat
                 await use
 
     asyncio.run(run())
+
+
+def test_a_sandbox_that_cannot_be_ended_does_not_end_the_watch(caplog):
+    ended = []
+
+    class Stuck:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            ended.append(self.name)
+            if self.name == "first":
+                raise OSError("no such process")
+
+    async def run() -> None:
+        server = SandboxServer("k" * 16, lease_s=0.08)
+        async with server._life(None):
+            for name in ("first", "second"):
+                server._held[name] = _Held(asyncio.create_task(Stuck(name).__aenter__()))
+                async with asyncio.timeout(5):
+                    while name not in ended:
+                        await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert ended == ["first", "second"] and "first was not ended: OSError: no such process" in caplog.text

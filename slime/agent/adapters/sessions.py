@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.agent.adapters.session import Answer, Session
 from slime.agent.history import MODES, drift, has_template, shared
-from slime.agent.trajectory import Message, TrajectoryManager
+from slime.agent.trajectory import Message, TrajectoryManager, shown_key
 from slime.processes.wait import DaemonThreads
 from slime.utils.errors import UsageError
 from slime.utils.types import Sample
@@ -84,7 +84,7 @@ class Sessions:
         """
         sid = secrets.token_urlsafe(32) if sid is None else sid
         if sid in self.store:
-            raise ValueError(f"session {sid!r} is open already; finish or drop it first")
+            raise ValueError(f"session {shown_key(sid)} is open already; finish or drop it first")
         self.closed.discard(sid)
         session.is_open = True
         self.store[sid] = session

@@ -187,6 +187,8 @@ def _check_message(name: str, message: Any) -> None:
     for index, block in enumerate(content if isinstance(content, list) else ()):
         is_typed = isinstance(block, dict) and isinstance(block.get("type"), str)
         _check(is_typed or isinstance(block, str), f"{name}.content[{index}]", block, "an object with a type")
+        is_image = is_typed and block["type"] in _IMAGES
+        _check(not is_image, f"{name}.content[{index}]", block, "a text: the gateway gives no images to the model")
         if is_typed and block["type"] == "tool_use":
             where = f"{name}.content[{index}]"
             _check(isinstance(block.get("name"), str), f"{where}.name", block.get("name"), "a text")
@@ -212,8 +214,10 @@ def unserved(body: dict[str, Any]) -> set[str]:
         if type(content) is str:
             continue
         for block in content if isinstance(content, list) else ():
-            if isinstance(block, dict) and block.get("type") not in _SERVED:
-                found.add(f"content: {block.get('type')}")
+            inner = block.get("content") if isinstance(block, dict) else None  # a tool's result may hold an image
+            for part in (block, *(inner if isinstance(inner, list) else ())):
+                if isinstance(part, dict) and part.get("type") not in _SERVED:
+                    found.add(f"content: {part.get('type')}")
     if body.get("parallel_tool_calls") is False:
         found.add("parallel_tool_calls")
     return found

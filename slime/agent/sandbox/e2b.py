@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from slime.agent.sandbox.results import (
+    END_AGENT,
     ExecResult,
     Output,
     SandboxError,
@@ -179,7 +180,7 @@ class E2BSandbox:
 
     async def kill_all(self) -> None:
         """Kill every process of the user `agent`; root's are the service's own."""
-        await self.exec("while pkill -KILL -u agent; do sleep 0.05; done", check=True)
+        await self.exec(END_AGENT, check=True)
 
 
 async def _translated(call: Callable[[], Awaitable[T]]) -> T:

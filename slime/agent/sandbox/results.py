@@ -17,6 +17,11 @@ SERVER_KEY_ENV = "SLIME_SANDBOX_KEY"
 TMP = "/tmp"  # nosec B108: of a sandbox, which has its own
 USERS = ("root", "agent")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# A process that has ended but was not waited for cannot be killed: it counts no more, and the loop ends at 10 s.
+END_AGENT = (
+    "for _ in $(seq 200); do pkill -KILL -u agent || exit 0;"
+    " ps -u agent -o stat= | grep -qv '^ *Z' || exit 0; sleep 0.05; done; exit 1"
+)
 T = TypeVar("T")
 ExecResult = tuple[int, str, str]
 
