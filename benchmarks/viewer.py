@@ -70,6 +70,7 @@ def sample_rows(start: int, stop: int, *, tokens: int, random_: random.Random) -
             "prompt_preview": preview(prompt),
             "response_preview": preview(response),
             "prompt_length": 10,
+            "thumbnails": None,
         }
         rows.append(row)
     return rows

@@ -212,6 +212,7 @@ def sample_row(number: int, group: int, at: float, rng: random.Random, *, is_rig
         "prompt_preview": preview(prompt),
         "response_preview": preview(f"{thoughts} {answer}"),
         "prompt_length": 24,
+        "thumbnails": None,
     }
 
 

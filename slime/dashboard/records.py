@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 DIRECTORY = "rollouts"
 NAME = re.compile(r"(eval_)?(\d{5,12})\.parquet")
+IMAGE = re.compile(r"data:image/(jpeg|png);base64,[A-Za-z0-9+/]+=*")  # of an SVG more than pixels would come
+LONGEST_IMAGE = 400_000
 BINS = 24
 MOST_ROWS, MOST_TOKENS = 200, 4000
 SHOWN_TEXT = 20_000
@@ -295,6 +297,8 @@ class Samples:
         messages = conversation.get("messages")
         found["messages"] = _shown_messages(messages) if isinstance(messages, list) else None
         found["tools"] = conversation.get("tools")
+        uris = found.get("thumbnails") or ()  # absent in files of earlier runs
+        found["thumbnails"] = [uri for uri in uris if uri and len(uri) <= LONGEST_IMAGE and IMAGE.fullmatch(uri)]
         for name in TEXTS:
             found[name] = shown(found[name] or "")
         group = found["group_index"]

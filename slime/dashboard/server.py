@@ -23,7 +23,10 @@ from slime.dashboard.address import is_loopback
 
 COOKIE = "slime_dashboard"  # and the port: cookies of a host are sent to all of its ports
 HEADERS = {
-    "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    # data: alone for pictures of samples, which the server has found to be pixels.
+    "content-security-policy": (
+        "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",

@@ -17,10 +17,11 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+from PIL import Image
 
 from benchmarks.viewer import sample_rows, write_rollout
 from slime.checkpoints.rollout_files import samples_path, write_tables
-from slime.observability.rollout_records.schema import PLAIN, SAMPLES, table_of
+from slime.observability.rollout_records.schema import PLAIN, SAMPLES, table_of, thumbnail
 from tests.dashboard.run_files import records_of_rollout, write_lines, write_run
 from tests.dashboard.visitors import Visitor, chromium, require_browser
 
@@ -136,6 +137,8 @@ def test_hostile_texts_are_shown_as_texts(tmp_path: Path, visit: Any) -> None:
     changes = dict.fromkeys(("prompt", "prompt_preview", "response_preview", "dataset", "label"), HOSTILE)
     rows = [row | changes for row in rows]
     rows[0]["response"] = HOSTILE + "x" * (10 << 20)
+    rows[0]["thumbnails"] = [HOSTILE, "javascript:document.title='owned'", "data:image/svg+xml;base64,AAAA"]
+    rows[1]["thumbnails"] = [thumbnail(Image.new("RGB", (64, 32), "red"))]
     write_tables(samples_path(tmp_path / "rollouts", 0), SAMPLES, [table_of(SAMPLES, rows)], plain=PLAIN)
     write_run(tmp_path, 1, flags={"lr": HOSTILE}, command=HOSTILE)
     write_lines(tmp_path / "metrics.jsonl", [{"step_key": "train/step", "time": 1.0, "train/step": 1, HOSTILE: 1.0}])
@@ -148,6 +151,8 @@ def test_hostile_texts_are_shown_as_texts(tmp_path: Path, visit: Any) -> None:
     assert "onerror" in tab.inner_text("main")
     assert tab.locator("main img, main script").count() == 0 and "owned" not in tab.title()
     assert len(tab.inner_text("main")) < 200_000  # of 10 MB
+    tab = visitor.show(f"#/sample/{run}/00000/1")
+    tab.wait_for_function("document.querySelector('.images img')?.naturalWidth === 64")
 
 
 def test_fifty_runs_are_one_view(tmp_path: Path, visit: Any) -> None:

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from benchmarks.viewer import GROUP, sample_rows, trainer_rows, write_rollout
 from slime.checkpoints.rollout_files import samples_path, trainer_path, write_tables
-from slime.dashboard.records import SHOWN_TEXT
+from slime.dashboard.records import LONGEST_IMAGE, SHOWN_TEXT
 from slime.observability.rollout_records.schema import PLAIN, PLAIN_TRAINER, SAMPLES, TRAINER, table_of
 from tests.dashboard.run_files import client_of, only_run, write_run
 
@@ -204,6 +204,17 @@ def test_texts_that_are_no_utf_8_and_no_json_are_shown(tmp_path: Path) -> None:
     assert (sample["prompt"]["text"], sample["messages"]) == ("\ufffd\ufffd<b>\0", None)
     assert sample["response"]["text"] == "<script>alert(1)</script>"
     assert reader(q="<SCRIPT>")["found"] == 1
+
+
+def test_only_pixels_are_handed_out_as_images(tmp_path: Path) -> None:
+    good = f"data:image/jpeg;base64,{'A' * 40}="
+    bad = ["javascript:alert(1)", "data:image/svg+xml;base64,AAAA", "data:text/html;base64,AAAA", "https://a.b/c.png"]
+    bad += [f'{good}" onerror=', f"data:image/png;base64,{'A' * LONGEST_IMAGE}", ""]
+    reader = write_samples(tmp_path, {"thumbnails": [*bad, good]}, {})
+    assert (reader("/0")["thumbnails"], reader("/1")["thumbnails"]) == ([good], [])
+    path = samples_path(tmp_path / "rollouts", 0)
+    parquet.write_table(parquet.read_table(path).drop_columns(["thumbnails"]), path)
+    assert Reader(tmp_path)("/0")["thumbnails"] == [], "a run that was written before there were any"
 
 
 def test_messages_are_bounded_and_of_any_form(tmp_path: Path) -> None:

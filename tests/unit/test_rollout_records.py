@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import threading
@@ -14,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
+from PIL import Image
 
 from slime.checkpoints.rollout_files import (
     ROWS_PER_GROUP,
@@ -105,6 +108,7 @@ def test_a_sample_comes_back_as_it_was(tmp_path: Path) -> None:
         "messages": None,
         "tools": None,
         "prompt_length": 2,
+        "thumbnails": None,
         "removed": False,
         "end_reason": "env_error",
         "reward_is_trusted": False,
@@ -425,3 +429,33 @@ def test_a_write_that_fails_makes_room_all_the_same(tmp_path: Path) -> None:
 
 def test_an_index_that_is_no_number_is_the_place() -> None:
     assert [index_of(3, index) for index in (7, np.int64(7), None, "x")] == [7, 7, 3, 3]
+
+
+def uri_of(image: Any, kind: str = "PNG") -> str:
+    file = io.BytesIO()
+    image.save(file, kind)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def test_a_sample_has_small_pictures_of_its_images_and_its_conversation_stays_short(tmp_path: Path) -> None:
+    shared = Image.new("RGB", (1280, 640), "red")
+    noise = Image.effect_noise((900, 900), 90)
+    content = [{"type": "image_url", "image_url": {"url": uri_of(noise)}}, {"type": "text", "text": "what is it?"}]
+    bad = ["data:image/png;base64,AAAA", "data:image/svg+xml,<svg onload=alert(1)>", uri_of(noise, "JPEG")[:-4000]]
+    samples = [
+        a_sample(0, multimodal_inputs={"images": [shared] * 9}),
+        a_sample(1, prompt=[{"role": "user", "content": content}]),
+        a_sample(2, multimodal_inputs={"images": [*bad, 7]}),
+        a_sample(3),
+    ]
+    path = samples_path(tmp_path, 0)
+    write_tables(
+        path, SAMPLES, sample_tables([(i, s, None) for i, s in enumerate(samples)], reward_key=None), plain=PLAIN
+    )
+    rows = parquet.read_table(path).to_pylist()
+    assert [len(row["thumbnails"] or ()) for row in rows] == [8, 1, 0, 0]
+    small = Image.open(io.BytesIO(base64.b64decode(rows[0]["thumbnails"][0].partition(",")[2])))
+    assert (small.format, small.size) == ("JPEG", (320, 160)), "1,280 by 640, four times as small"
+    assert len(rows[1]["thumbnails"][0]) < 100_000 < len(uri_of(noise))
+    assert json.loads(rows[1]["messages"])["messages"][0]["content"][0]["image_url"]["url"] == "(image 1)"
+    assert "base64" not in rows[1]["prompt"]

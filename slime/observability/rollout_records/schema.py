@@ -7,6 +7,9 @@ a record must not refuse what the run accepts.
 
 from __future__ import annotations
 
+import base64
+import binascii
+import io
 import itertools
 import json
 import math
@@ -27,8 +30,11 @@ MAX_JSON = 8_000
 PREVIEW = 80
 """Characters from each end of a text in its preview."""
 MAX_SPANS = 200
+MOST_IMAGES, IMAGE_SIDE, MOST_PIXELS = 8, 320, 50_000_000
+"""Images of a sample that are kept, pixels of their longer side, and pixels of an image that is opened at all."""
+IMAGE_URI = "data:image/"
 Placed = tuple[int, Sample, str | None]
-TEXT_COLUMNS = ("prompt", "response", "messages", "metadata", "times")
+TEXT_COLUMNS = ("prompt", "response", "messages", "metadata", "times", "thumbnails")
 TOKEN_COLUMNS = ("tokens", "loss_mask", "rollout_log_probs")
 _INTS, _FLOATS = pa.list_(pa.int32()), pa.list_(pa.float32())
 SAMPLES = pa.schema(
@@ -62,6 +68,7 @@ SAMPLES = pa.schema(
         ("prompt_preview", pa.string()),
         ("response_preview", pa.string()),
         ("prompt_length", pa.int32()),  # tokens before the response
+        ("thumbnails", pa.list_(pa.string())),  # small JPEGs of its images, as data URIs
     ]
 )
 PLAIN = ("sample_id", "index", *TEXT_COLUMNS, "tokens", "rollout_log_probs", "prompt_preview", "response_preview")
@@ -88,9 +95,13 @@ def sample_tables(samples: Sequence[Placed], *, reward_key: str | None) -> Itera
         samples: (place in the rollout, sample, data set; None: where its prompt says it comes from).
         reward_key: --reward-key, which names the number in a reward that is a dict.
     """
+    small = Thumbnails()
     for start in range(0, len(samples), ROWS_PER_GROUP):
         part = samples[start : start + ROWS_PER_GROUP]
-        yield table_of(SAMPLES, [_row(place, sample, dataset, reward_key) for place, sample, dataset in part])
+        rows = [_row(place, sample, dataset, reward_key) for place, sample, dataset in part]
+        for row, (_, sample, _) in zip(rows, part, strict=True):
+            row["thumbnails"] = small.of(sample)
+        yield table_of(SAMPLES, rows)
 
 
 def table_of(schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
@@ -153,15 +164,65 @@ def _row(place: int, sample: Sample, dataset: str | None, reward_key: str | None
     }
 
 
+class Thumbnails:
+    """Small pictures of the images of samples; those that samples of a group share are made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, str | None] = {}
+
+    def of(self, sample: Sample) -> list[str] | None:
+        """Return those of the first `MOST_IMAGES` images of a sample, as data URIs; None where it has none."""
+        images = list((sample.multimodal_inputs or {}).get("images") or ())
+        if not images:
+            replaced(sample.metadata.get("messages") or sample.prompt, images)
+        for image in images[:MOST_IMAGES]:
+            if id(image) not in self._made:
+                self._made[id(image)] = thumbnail(image)
+        return [uri for image in images[:MOST_IMAGES] if (uri := self._made[id(image)]) is not None] or None
+
+
+def thumbnail(image: Any) -> str | None:
+    """Return a small JPEG of an image (PIL's, or a data URI) as a data URI; None where it is none, or too large."""
+    from PIL import Image
+
+    try:
+        if isinstance(image, str):
+            image = Image.open(io.BytesIO(base64.b64decode(image.partition(",")[2], validate=True)))
+        if not isinstance(image, Image.Image) or image.width * image.height > MOST_PIXELS:
+            return None
+        small = image.convert("RGB")
+        small.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
+        file = io.BytesIO()
+        small.save(file, "JPEG", quality=80)
+    except (OSError, ValueError, binascii.Error, Image.DecompressionBombError):  # cut short, or no image
+        return None
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def replaced(value: Any, images: list[Any]) -> Any:
+    """Return a conversation with a word in the place of each image that it holds as a data URI.
+
+    Args:
+        value: messages, or a part of them.
+        images: gets the URIs.
+    """
+    if isinstance(value, str) and value.startswith(IMAGE_URI):
+        images.append(value)
+        return f"(image {len(images)})"
+    if isinstance(value, Mapping):
+        return {key: replaced(entry, images) for key, entry in value.items()}
+    return [replaced(entry, images) for entry in value] if isinstance(value, list | tuple) else value
+
+
 def _texts_of(sample: Sample) -> tuple[str, str | None]:
     """(the prompt as text, the conversation as JSON; None where the prompt is plain text)."""
-    prompt = sample.prompt if isinstance(sample.prompt, str) else _dumps(sample.prompt)
+    prompt = sample.prompt if isinstance(sample.prompt, str) else _dumps(replaced(sample.prompt, []))
     conversation = sample.metadata.get("messages")  # of a multi-turn function: all turns
     if conversation is None and not isinstance(sample.prompt, str):
         conversation = sample.prompt
     if conversation is None:
         return _valid(prompt), None
-    text = _dumps({"messages": conversation, "tools": sample.metadata.get("tools")})
+    text = _dumps({"messages": replaced(conversation, []), "tools": sample.metadata.get("tools")})
     return _valid(prompt), text if len(text) <= MAX_TEXT else _dumps({"messages": None, "tools": None})
 
 

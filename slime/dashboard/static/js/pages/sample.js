@@ -24,7 +24,7 @@ export async function show({ root, run, rest, options, setOption, go }) {
   const begin = performance.now();
   const sample = await get(path);
   const state = { root, run, name, row: Number(row), path, sample, go, setOption, colouring: options.get("colour") ?? "", tokens: h("div"), at: -1 };
-  fill(root, head(state), facts(sample), sample.messages ? conversation(state) : plainTexts(state), state.tokens);
+  fill(root, head(state), facts(sample), images(sample), sample.messages ? conversation(state) : plainTexts(state), state.tokens);
   root.dataset.milliseconds = Math.round(performance.now() - begin);
   await loadTokens(state, 0);
   return { onKey: (event) => onKey(event, state) };
@@ -58,6 +58,13 @@ function facts(sample) {
     h("dl", { class: "facts" }, known.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value).slice(0, 400))))),
     parts.map(([name, value]) => h("details", {}, h("summary", {}, name), h("pre", {}, typeof value === "string" ? value : JSON.stringify(value, null, 1)))),
   ];
+}
+
+function images({ thumbnails, images: count }) {
+  if (!thumbnails?.length) return null;
+  const more = (count ?? 0) - thumbnails.length;
+  return h("div", { class: "images" }, thumbnails.map((uri, index) => h("img", { src: uri, alt: `image ${index + 1} of the prompt` })),
+    more > 0 ? h("span", { class: "muted small" }, `and ${more} more`) : null);
 }
 
 /** A long text: its beginning, and a button that brings more. */
