@@ -13,7 +13,17 @@ author = "the slime authors"
 copyright = author  # noqa: A001  (Sphinx's name)
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 root_doc = "docs/index"
-include_patterns = ["docs/**", "README.md", "CONTRIBUTING.md", "benchmarks/*.md", "examples/**/*.md", "tests/gpu/*.md"]
+include_patterns = [
+    "docs/**",
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "benchmarks/*.md",
+    "examples/*.md",
+    "examples/**/*.md",
+    "tests/gpu/*.md",
+]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["docs/images/**", "docs/grafana/**"]
 
@@ -24,7 +34,9 @@ napoleon_google_docstring = True
 
 html_theme = "furo"
 html_title = "slime"
-html_static_path: list[str] = []
+html_static_path = ["search"]
+# Rank results by the words of a question; deferred, so that they come after Sphinx's own search.
+html_js_files = [("keywords.js", {"defer": "defer"}), ("rank.js", {"defer": "defer"})]
 html_show_sphinx = False
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"

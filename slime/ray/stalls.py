@@ -1,5 +1,5 @@
 """The watchdog for stalls (--stall-timeout): what every process reports as done, who notices that nothing is done any
-more, and the report on what each part of the run is doing then (docs/fault_tolerance.md says how to read it).
+more, and the report on what each part of the run is doing then (docs/stalls.md says how to read it).
 
 1. Every process publishes its counts in Ray's own table (`publish_progress`), which needs no port and no process more:
    from a thread, once a second and only what has changed, so its work is never held up, and a process that is stopped

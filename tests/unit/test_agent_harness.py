@@ -109,7 +109,9 @@ def test_run_agent_without_a_budget_kills_the_program() -> None:
     async def use(sandbox: Recording) -> None:
         code = await run_agent(sandbox, workdir="/workspace", start_cmd="sleep 77", env={}, time_budget_sec=0)
         assert code == EXIT_TIME_BUDGET_EXCEEDED
-        gone = "for _ in $(seq 100); do grep -ql '^sleep.77' -a /proc/[0-9]*/cmdline || exit 0; sleep 0.02; done; exit 1"
+        gone = (
+            "for _ in $(seq 100); do grep -ql '^sleep.77' -a /proc/[0-9]*/cmdline || exit 0; sleep 0.02; done; exit 1"
+        )
         assert (await sandbox.exec(gone))[0] == 0
 
     inside(use)
