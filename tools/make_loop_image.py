@@ -1,12 +1,14 @@
 """Draw docs/images/loop.svg, the picture of the training loop.
 
-    python tools/make_loop_image.py
+    python tools/make_loop_image.py                 write the picture
+    python tools/make_loop_image.py --output FILE   write it somewhere else
 
 A test compares the file with what this makes. Colors work on light and dark pages.
 """
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "images" / "loop.svg"
@@ -56,9 +58,12 @@ def render() -> str:
 
 
 def main() -> None:
-    """Write the picture."""
-    OUTPUT.write_text(render())
-    print(f"wrote {OUTPUT}")
+    """Command line of this tool."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="file to write")
+    output = parser.parse_args().output
+    output.write_text(render())
+    print(f"wrote {output}")
 
 
 if __name__ == "__main__":
