@@ -12,6 +12,7 @@
 #   GRPO_STEPS  GRPO steps; 0 ends after SFT                       (70)
 #   RM          the reward's flags; RM="--rm-type random" is the control that must not learn
 #   SFT_FROM    OUTPUT of an earlier run: start from its SFT model and data instead of making them
+#   TRAIN_BACKEND  megatron or fsdp                                (megatron)
 #   GRPO_FLAGS  more flags for the GRPO run
 #
 # Read next: examples/tiny_cpu/README.md.
@@ -25,6 +26,7 @@ SFT_STEPS="${SFT_STEPS:-400}"
 GRPO_STEPS="${GRPO_STEPS:-70}"
 RM="${RM:---custom-rm-path examples.tiny_cpu.reward:exact_match}"
 SFT_FROM="${SFT_FROM:-}"
+TRAIN_BACKEND="${TRAIN_BACKEND:-megatron}"
 GRPO_FLAGS="${GRPO_FLAGS:-}"
 STEPS_PER_ROLLOUT=10 # SFT: train steps between two visits to the data source
 BATCH=256
@@ -73,7 +75,7 @@ if [ -z "$SFT_FROM" ]; then
 
     phase "SFT on demonstrations of mixed quality ($SFT_STEPS steps)"
     num_rollout=$((SFT_STEPS / STEPS_PER_ROLLOUT))
-    "$PYTHON" train.py --accelerator cpu --seed "$SEED" --rollout-seed "$SEED" \
+    "$PYTHON" train.py --train-backend "$TRAIN_BACKEND" --accelerator cpu --seed "$SEED" --rollout-seed "$SEED" \
         --hf-checkpoint "$OUTPUT/model" --model-args-from-hf \
         --loss-type sft_loss --debug-train-only --disable-compute-advantages-and-returns --calculate-per-token-loss \
         --rollout-function-path slime.rollout.sft_rollout.generate_rollout \
@@ -94,7 +96,7 @@ fi
 phase "evaluation, GRPO ($GRPO_STEPS steps), evaluation"
 eval_interval=$((GRPO_STEPS % 2 == 0 ? GRPO_STEPS / 2 : GRPO_STEPS))
 # shellcheck disable=SC2086  # RM and GRPO_FLAGS hold several words
-"$PYTHON" train.py --accelerator cpu --colocate --seed "$SEED" --rollout-seed "$SEED" \
+"$PYTHON" train.py --train-backend "$TRAIN_BACKEND" --accelerator cpu --colocate --seed "$SEED" --rollout-seed "$SEED" \
     --hf-checkpoint "$sft_model" --model-args-from-hf --ref-load "$sft_checkpoint" \
     --prompt-data "$source_dir/data/train.jsonl" --input-key prompt --label-key label --apply-chat-template --rollout-shuffle \
     $RM --advantage-estimator grpo \

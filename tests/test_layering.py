@@ -30,6 +30,7 @@ LAYERS = {
     "slime.training": 8,
     "slime.backends.megatron_utils": 9,
     "slime.rollout": 9,
+    "slime.backends.fsdp_utils": 10,
     "slime.agent": 10,
     "slime.ray": 11,
 }

@@ -29,16 +29,13 @@ from slime.config.megatron.arguments import (
     add_megatron_arguments,
     args_implied_by_hf,
     derive_megatron,
-    kernel_problems,
     later_megatron_flags,
     megatron_flag_class,
-    megatron_problems,
     megatron_warnings,
     model_args_from_hf,
     teacher_problems,
     without_deepep,
 )
-from slime.config.megatron.lora_plan import lora_problems
 from slime.config.other_names import OLDER_NAMES, here, with_current_names
 from slime.config.parser import Parser, add_flags, defaults_of, explicit_flags, group_title
 from slime.config.problems import NoEffect, Problems, collected, read_file, without_repeats
@@ -46,6 +43,7 @@ from slime.config.resume import go_on_after_requeue, resume_values
 from slime.config.roles import FLAG as ROLES_FLAG
 from slime.config.roles import Role, apply_config_files, critic_entry
 from slime.config.rules import debug, devices, effect, files, generation
+from slime.config.rules.backends import backend_problems, problems_of_run
 from slime.config.rules.devices import check_int4_training
 from slime.config.rules.effect import Fields, check_pointless
 from slime.config.rules.hooks import (
@@ -312,7 +310,7 @@ def _derive(args: Args, explicit: set[str], problems: Problems, hf_config: Mappi
     """Set what follows from the flags and from the model's config, in place."""
     values = vars(args)
     if hf_config is not None:
-        if args.model_args_from_hf:
+        if args.model_args_from_hf or args.train_backend == "fsdp":
             from_hf = collected(problems.wrong, model_args_from_hf, hf_config) or {}
         else:
             from_hf = args_implied_by_hf(hf_config, args.spec, has_latent_attention=args.multi_latent_attention)
@@ -348,18 +346,17 @@ def _check_trainers(
     fields: Fields,
 ) -> None:
     """What is wrong with the model, its layout and kernels, the critic and the teacher; --load is as it was given."""
-    of_actor = megatron_problems(args, hf_config, explicit)
+    of_actor = backend_problems(args, hf_config, explicit)
     problems.extend(of_actor)
     if critic := critic_entry(args, by_role):
         critic_args, critic_explicit = critic
-        of_critic = megatron_problems(critic_args, hf_config, critic_explicit)
+        of_critic = backend_problems(critic_args, hf_config, critic_explicit)
         of_critic.extend(effect.collect(critic_args, set(critic_explicit), fields))
         if not args.strict_flags:
             _settle_critic(args, of_actor, of_critic)
         problems.extend(of_critic.beside(problems, f"{ROLES_FLAG}, the critic's entry"))
     problems.wrong += teacher_problems(args)
-    problems.wrong += lora_problems(args)
-    problems.extend(kernel_problems(args, hf_config))
+    problems.extend(problems_of_run(args, hf_config))
 
 
 def _settle_critic(args: Args, of_actor: Problems, of_critic: Problems) -> None:

@@ -227,6 +227,12 @@ class SafetensorsReader:
         scales, block_size = self._fp8_scales(name, tuple(tensor.shape))
         return dequantize(tensor, self._read(scales), block_size)
 
+    def get_rows(self, name: str, first: int, end: int) -> torch.Tensor:
+        """Read the rows [first, end) of a tensor; no others are read where it is stored as it is."""
+        if name not in self._file_of or self._raw.info(name).dtype == E4M3:
+            return self.get(name)[first:end]
+        return self._raw.read(name, (first, end))
+
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of every tensor in its file, from the files' headers."""
         return {name: info.dtype for name, info in self.infos().items()}

@@ -1,4 +1,4 @@
-"""The Ray actor around one rank of the trainer: `MegatronTrainActor` is a plain class, made here inside its process.
+"""The Ray actor around one rank of the trainer, a plain class of its backend (`TRAINERS`), made inside its process.
 
 It only forwards calls, and says which collective of torch.distributed its process is in. Nothing is recorded while
 collectives run: `CollectiveState.look`, called every now and then from another thread, reads the stacks of this
@@ -32,10 +32,23 @@ from slime.utils import accelerator
 from slime.utils.errors import UsageError
 from slime.utils.http.api_keys import use_keys
 from slime.utils.http.network import SLIME_HOST_IP_ENV, out_of_reach
+from slime.utils.misc import load_function
 
 logger = logging.getLogger(__name__)
 
 NAMES: dict[Role, str] = {"actor": "trainer", "critic": "critic"}  # What the ranks of a role are called in logs.
+
+TRAINERS: dict[str, dict[Role, str]] = {
+    "megatron": {
+        "actor": "slime.backends.megatron_utils.actor.MegatronTrainActor",
+        "critic": "slime.backends.megatron_utils.actor.MegatronCriticActor",
+    },
+    "fsdp": {
+        "actor": "slime.backends.fsdp_utils.actor.FsdpTrainActor",
+        "critic": "slime.backends.fsdp_utils.actor.FsdpCriticActor",
+    },
+}
+"""--train-backend -> where the trainer of each role is."""
 
 
 class TrainRayActor(RayActor):
@@ -63,10 +76,13 @@ class TrainRayActor(RayActor):
         check_network(self._name, uses_nccl=self.args.accelerator == "cuda")
         start, is_first = time.monotonic(), "slime.backends.megatron_utils.actor" not in sys.modules
         megatron_patch.apply(self.args.accelerator)
-        import slime.backends.megatron_utils.actor  # noqa: F401
-
+        self._trainer_class()
         if is_first:
             logger.info("imported everything in %.1f s", time.monotonic() - start)
+
+    def _trainer_class(self) -> Callable[..., Any]:
+        """The class of this rank's trainer; importing it takes long."""
+        return load_function(TRAINERS[self.args.train_backend][self._role])
 
     def init(self, master_addr: str, master_port: int) -> dict[str, Any]:
         """Build the trainer of this rank; the first that takes the GPU.
@@ -81,9 +97,7 @@ class TrainRayActor(RayActor):
                 f"{master_addr} is the wrong address of its host, start Ray there with --node-ip-address, or with "
                 f"{SLIME_HOST_IP_ENV} in its environment."
             )
-        from slime.backends.megatron_utils.actor import MegatronCriticActor, MegatronTrainActor
-
-        self._actor = {"actor": MegatronTrainActor, "critic": MegatronCriticActor}[self._role](
+        self._actor = self._trainer_class()(
             self.args,
             rank=self.rank,
             world_size=self.world_size,

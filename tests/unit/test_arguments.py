@@ -223,7 +223,7 @@ WRONG = {
     "--num-critic-only-steps 2": "--num-critic-only-steps has no effect without --advantage-estimator ppo.",
     "--advantage-estimator ppo --value-clip -1": "--value-clip -1.0 must be at least 0",
     "--update-weight-transport disk": "--update-weight-transport disk needs --update-weight-disk-dir",
-    "--train-backend fsdp": "--train-backend: invalid choice: 'fsdp'",
+    "--train-backend deepspeed": "--train-backend: invalid choice: 'deepspeed'",
     "--update-weight-mode delta": "--update-weight-mode delta needs --update-weight-transport disk, not nccl",
     # Batches
     "--global-batch-size 3": "= 8 samples do not divide into steps of --global-batch-size 3",

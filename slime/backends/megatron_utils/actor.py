@@ -296,8 +296,8 @@ def _scalers(optimizer: Any) -> list[Any]:
     return [scaler for scaler in found if scaler is not None]
 
 
-class _OverMegatron(Trainer):
-    """A trainer whose backend is Megatron.
+class TrainerOver(Trainer):
+    """A trainer over Megatron, or over a backend with Megatron's process groups.
 
     Args:
         args: the run's flags.
@@ -309,6 +309,7 @@ class _OverMegatron(Trainer):
     """
 
     backend: MegatronBackend
+    backend_class: type[MegatronBackend] = MegatronBackend
 
     def __init__(
         self,
@@ -327,7 +328,7 @@ class _OverMegatron(Trainer):
             "master_port": master_port,
             "local_rank": local_rank,
         }
-        super().__init__(args, MegatronBackend(args, where), rank=rank)
+        super().__init__(args, self.backend_class(args, where), rank=rank)
 
     @property
     def state(self) -> TrainState:
@@ -335,9 +336,9 @@ class _OverMegatron(Trainer):
         return self.backend.state
 
 
-class MegatronTrainActor(_OverMegatron):
+class MegatronTrainActor(TrainerOver):
     """One rank of the policy's trainer."""
 
 
-class MegatronCriticActor(_OverMegatron, CriticTrainer):
+class MegatronCriticActor(TrainerOver, CriticTrainer):
     """One rank of the critic."""

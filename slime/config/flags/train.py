@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from slime.algorithms.estimators import ESTIMATORS
 from slime.config.parser import flag
 
+_FSDP = "train_backend=fsdp"
 _WITH_CRITIC = "advantage_estimator.needs_critic"
 
 
@@ -282,7 +283,27 @@ class TrainFlags:
     custom_config_path: str | None = flag(
         None, "YAML file of flags (as if given here) and of attributes of your own for hooks"
     )
-    train_backend: str = flag("megatron", "training backend", choices=("megatron",))
+    train_backend: str = flag(
+        "megatron",
+        "who trains: megatron, or fsdp, which shards the transformers model of --hf-checkpoint over all ranks",
+        choices=("megatron", "fsdp"),
+    )
+    attn_implementation: str = flag(
+        "slime_packed",
+        "attention of the transformers model: slime_packed (packed samples without a mask), or transformers' own",
+        choices=("slime_packed", "sdpa", "eager"),
+        needs=_FSDP,
+    )
+    fsdp_replicate_size: int = flag(
+        1, "copies of the sharded model (HSDP): each is sharded over trainer ranks / this", at_least=1, needs=_FSDP
+    )
+    fsdp_cpu_offload: bool = flag(
+        False, "keep parameters, gradients and optimizer state in host memory, and update them there", needs=_FSDP
+    )
+    fsdp_reshard_after_forward: bool = flag(
+        True, "keep a layer's gathered parameters from its forward to its backward pass", needs=_FSDP
+    )
+    fsdp_forward_prefetch: bool = flag(False, "gather the next layer's parameters while a layer computes", needs=_FSDP)
     data_pad_size_multiplier: int = flag(
         128, "packed tokens of a micro-batch are padded to a multiple of this x tensor parallel size", at_least=1
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,10 @@ from slime.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
 _SCALES = (BLOCK_SUFFIX, TENSOR_SUFFIX)  # int4's are called as those of fp8 by tensor
 
 
-def save_hf(args: Args, model: Sequence[torch.nn.Module], path: str | Path) -> None:
+def save_hf(args: Args, model: Any, path: str | Path) -> None:
     """Export the model to `path` as --hf-checkpoint is stored (dtype, fp8, int4); all ranks call it, rank 0 writes.
+
+    `model` is as in `iter_hf_buckets`.
 
     Raises:
         UsageError: when `path` is --hf-checkpoint itself.

@@ -104,7 +104,7 @@ class VarlenAttention(MegatronModule):
         elif self._use_kernel(query):
             longest = int(packed_seq_params.max_seqlen_q)
             ends = cu_seqlens_of(packed_seq_params).int()
-            out = _varlen_kernel(query, key, value, (ends, ends), (longest, longest), scale=self.softmax_scale)
+            out = varlen_kernel(query, key, value, (ends, ends), (longest, longest), scale=self.softmax_scale)
         else:
             out = attend_packed(query, key, value, host_ends(packed_seq_params), scale=self.softmax_scale)
         return out.reshape(query.shape[0], -1)
@@ -122,7 +122,7 @@ class VarlenAttention(MegatronModule):
         """Attend where there may be more keys than queries; arguments as of `attend_packed`."""
         if not self._use_kernel(query):
             return attend_packed(query, key, value, spans.cu_queries, cu_keys=spans.cu_keys, scale=self.softmax_scale)
-        return _varlen_kernel(query, key, value, spans.cu_seqlens, spans.longest, scale=self.softmax_scale)
+        return varlen_kernel(query, key, value, spans.cu_seqlens, spans.longest, scale=self.softmax_scale)
 
     def _use_kernel(self, query: torch.Tensor) -> bool:
         can = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
@@ -216,7 +216,7 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def _varlen_kernel(
+def varlen_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 def connected_weight_updater(
     args: Args,
-    model: list[Any],
+    model: Any,
     engines: Sequence[Any],
     *,
     engine_sizes: Sequence[int],
@@ -40,7 +40,7 @@ def connected_weight_updater(
 
     Args:
         args: the run's flags.
-        model: this rank's Megatron model chunks.
+        model: this rank's Megatron model chunks, or the `WeightSource` of another backend.
         engines: see `WeightUpdater.connect`.
         engine_sizes: likewise.
         colocated: see `build_weight_updater`.
@@ -96,12 +96,12 @@ def _over_files(updater: WeightUpdater, error: WeightSyncError) -> WeightUpdater
     return other
 
 
-def build_weight_updater(args: Args, model: list[Any], *, colocated: bool) -> WeightUpdater:
+def build_weight_updater(args: Args, model: Any, *, colocated: bool) -> WeightUpdater:
     """The updater for this run's transport.
 
     Args:
         args: the run's flags.
-        model: this rank's Megatron model chunks.
+        model: this rank's Megatron model chunks, or the `WeightSource` of another backend.
         colocated: trainer and engines share their slots, so that memory can be handed over.
     """
     way = transport_of(args.update_weight_transport, args.update_weight_mode, colocated=colocated)

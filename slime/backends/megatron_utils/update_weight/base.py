@@ -74,7 +74,7 @@ class WeightUpdater(ABC):
     Args:
         args: reads `update_weight_buffer_size`, `update_weights_in_flight`, `distributed_timeout_minutes`,
             `hf_checkpoint`, `check_weight_update_equal`.
-        model: this rank's Megatron model chunks.
+        model: this rank's Megatron model chunks, or the `WeightSource` of another backend.
 
     Attributes:
         is_over_files: weights go over files, which need no link between trainer and engines.
@@ -85,7 +85,7 @@ class WeightUpdater(ABC):
 
     is_over_files = False
 
-    def __init__(self, args: Args, model: list[Any]) -> None:
+    def __init__(self, args: Args, model: Any) -> None:
         self.args = args
         self.model = model
         self.weight_version = 0

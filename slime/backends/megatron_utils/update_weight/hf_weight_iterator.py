@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,16 +23,23 @@ from slime.models.families import family_of_checkpoint
 from slime.models.family import Family
 from slime.models.layouts import Layout, TensorShape
 from slime.utils import accelerator
-from slime.weights.formats import WeightFormat, format_of_checkpoint
+from slime.weights.formats import format_of_checkpoint
 from slime.weights.names import kept_together
 
 Bucket = list[tuple[str, torch.Tensor]]
 
 
+class WeightSource(Protocol):
+    """The weights of a trainer that is not Megatron's."""
+
+    def full_tensors(self) -> Iterator[Bucket]:
+        """Yield the whole model, each parameter as its (HF name, full tensor) pairs (collective)."""
+
+
 @torch.no_grad()
 def iter_hf_buckets(
     args: Args,
-    model: Sequence[torch.nn.Module],
+    model: Sequence[torch.nn.Module] | WeightSource,
     *,
     buffer_size: int,
     only_own_stage: bool = False,
@@ -49,7 +55,7 @@ def iter_hf_buckets(
 
     Args:
         args: derived flags.
-        model: this rank's modules, wrapped or bare.
+        model: this rank's modules, wrapped or bare, or what has the weights of another backend.
         buffer_size: bytes of a bucket; exceeded only by a parameter that is larger by itself, or with those that
             engines load only together with it.
         only_own_stage: what other pipeline stages have is theirs to send.
@@ -58,13 +64,14 @@ def iter_hf_buckets(
     Raises:
         QuantizationError: a weight that is to be quantised is not finite, or no whole groups wide.
     """
-    (family, fmt), shape = _kind_of(args.model_name, args.hf_checkpoint), TensorShape.of(args)
+    fmt = _format_of(args.hf_checkpoint)
     bucket: Bucket = []
     num_bytes = 0
-    for module in model:
-        finish_param_gather(module)
-    weights = (iter_weights_of_own_stage if only_own_stage else iter_weights_of_all_stages)(model, merged=merged)
-    for found in kept_together(gather_hf_tensors(weight, family, shape) for weight in weights):
+    if isinstance(model, Sequence):
+        tensors = _full_tensors(args, model, only_own_stage=only_own_stage, merged=merged)
+    else:
+        tensors = model.full_tensors()
+    for found in kept_together(tensors):
         size = stored_bytes(found, fmt)
         if bucket and num_bytes + size > buffer_size:
             yield quantize_bucket(bucket, fmt)
@@ -75,11 +82,19 @@ def iter_hf_buckets(
         yield quantize_bucket(bucket, fmt)
 
 
-@functools.cache
-def _kind_of(model_name: str | None, checkpoint: str | Path) -> tuple[Family, WeightFormat | None]:
-    """Rules and format of a checkpoint. Its config does not change during a run, and may lie on a slow disk."""
-    family = family_of_checkpoint(model_name, checkpoint)
-    return family, format_of_checkpoint(checkpoint)
+def _full_tensors(
+    args: Args, model: Sequence[torch.nn.Module], *, only_own_stage: bool, merged: bool
+) -> Iterator[Bucket]:
+    family, shape = _family_of(args.model_name, args.hf_checkpoint), TensorShape.of(args)
+    for module in model:
+        finish_param_gather(module)
+    weights = (iter_weights_of_own_stage if only_own_stage else iter_weights_of_all_stages)(model, merged=merged)
+    return (gather_hf_tensors(weight, family, shape) for weight in weights)
+
+
+# The config of a checkpoint does not change during a run, and may lie on a slow disk.
+_family_of = functools.cache(family_of_checkpoint)
+_format_of = functools.cache(format_of_checkpoint)
 
 
 def gather_hf_tensors(weight: Weight, family: Family, shape: TensorShape) -> Bucket:

@@ -1,0 +1,259 @@
+"""FSDP2 over transformers models as a trainer backend, and the trainers over it.
+
+Process groups, seeds, packs, losses, the learning-rate schedule and the weight sync are those of the Megatron backend,
+with one rank a copy of the model: every rank has another share of a rollout, and parameters, gradients and optimizer
+state are sharded over the ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from slime.backends.fsdp_utils.checkpoint import (
+    TrainState,
+    begin_checkpoint,
+    load_checkpoint,
+    load_tensors,
+    make_moments,
+    moments,
+    num_steps,
+    random_states,
+    save_weights,
+    set_num_steps,
+    set_random_states,
+    weights,
+)
+from slime.backends.fsdp_utils.model import WeightSource, build_policy, load_hf, make_mesh, named_parameters
+from slime.backends.megatron_utils.actor import MegatronBackend, TrainerOver
+from slime.backends.megatron_utils.checkpoint.hf_export import save_hf
+from slime.backends.megatron_utils.checkpoint.iterations import UnfinishedCheckpoint
+from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values, loss_function
+from slime.backends.megatron_utils.model.setup import make_scheduler
+from slime.backends.megatron_utils.update_weight import connected_weight_updater
+from slime.checkpoints.paths import classify_checkpoint, resolve_checkpoint_dir
+from slime.config.args import Args
+from slime.config.megatron.arguments import model_shape
+from slime.training.backend import CheckpointSource, Layout
+from slime.training.micro_batches import MicroBatches
+from slime.training.reports import reduce_reports
+from slime.training.trainer import CriticTrainer
+from slime.utils.distributed_utils import barrier
+from slime.utils.misc import needed
+from slime.utils.train_data import MicroBatch, RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+
+class FsdpBackend(MegatronBackend):
+    """One rank of FSDP2; the process groups are those of Megatron for copies of one rank."""
+
+    state: TrainState  # type: ignore[assignment]
+
+    # ---- beginning and end
+
+    def build(self) -> None:
+        args = self.args
+        policy = build_policy(args, make_mesh(args))
+        optimizer = make_optimizer(args, named_parameters(policy))
+        make_moments(optimizer)
+        self.state = TrainState(policy, optimizer, make_scheduler(args, cast(Any, optimizer)))
+        self._source = WeightSource(policy, getattr(torch, args.params_dtype))
+
+    def layout(self) -> Layout:
+        layout = super().layout()
+        return Layout(layout.sizes, layout.dp_group, layout.dp_host_group, coupled=layout.dp_group)
+
+    def sleep(self) -> None:
+        # The command line refuses --offload-train on GPUs; a trainer without one has nothing to leave.
+        barrier("its part before the trainer rests", self.args.distributed_timeout_minutes * 60.0)
+        self.state.optimizer.zero_grad(set_to_none=True)
+
+    def wake_up(self) -> None:
+        pass
+
+    # ---- weights
+
+    def load(self, source: CheckpointSource) -> int | None:
+        if classify_checkpoint(source.path) != "megatron":
+            load_hf(self.state.policy, source.path)
+            logger.info("loaded %s", source.path)
+            return None
+        for sentence in load_checkpoint(source, self.state):
+            if dist.get_rank() == 0:
+                logger.warning("%s", sentence)
+        return resolve_checkpoint_dir(source.path, source.step)[1]
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights(self.state.policy).items():
+            yield name, local(tensor)
+
+    def save_weights(self, directory: Path) -> None:
+        save_weights(directory, self.state.policy)
+
+    def load_weights(self, directory: Path) -> None:
+        load_tensors(directory, weights(self.state.policy))
+
+    def export_hf(self, path: Path) -> None:
+        save_hf(self.args, self._source, path)
+
+    # ---- training
+
+    @torch.no_grad()
+    def forward(self, micro_batches: MicroBatches, names: Sequence[str], *, prefix: str = "") -> RolloutBatch:
+        args, policy = self.args, self.state.policy
+
+        def read(batch: MicroBatch, output: Any) -> dict[str, torch.Tensor]:
+            if "values" in names:
+                return {"values": get_values(args, batch, output)}
+            log_probs, entropy = get_log_probs_and_entropy(args, batch, output, with_entropy="entropy" in names)
+            return {"log_probs": log_probs} | ({} if entropy is None else {"entropy": entropy})
+
+        policy.eval()
+        found = []
+        for batch in micro_batches.of_step(None):
+            columns = policy(batch, lambda output, batch=batch: read(batch, output))
+            found.append({name: column.split(batch["response_lengths"]) for name, column in columns.items()})
+        policy.train()
+        named_parameters(policy)  # the root's group is sharded again
+        columns_S = {f"{prefix}{name}": micro_batches.scatter([of_one[name] for of_one in found]) for name in names}
+        return cast(RolloutBatch, columns_S)
+
+    @contextmanager
+    def updates(self) -> Iterator[None]:
+        if self.args.reset_optimizer_states:
+            self.state.optimizer.state.clear()
+            make_moments(self.state.optimizer)
+        yield
+        named_parameters(self.state.policy)
+
+    def update(self, micro_batches: MicroBatches, *, rollout_id: int, step_id: int) -> dict[str, float]:
+        args, state = self.args, self.state
+        state.optimizer.zero_grad()
+        global_batch_size = micro_batches.global_batch_sizes[step_id]
+        reports = self._gradients(micro_batches, step_id)
+        largest = args.clip_grad if args.clip_grad > 0 else float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(state.policy.parameters(), largest)
+        rates = [group["lr"] for group in state.optimizer.param_groups]
+        state.optimizer.step()
+        state.scheduler.step(increment=global_batch_size)
+        group = self.layout().dp_group
+        metrics = reduce_reports(reports, None if args.calculate_per_token_loss else global_batch_size, group)
+        metrics["grad_norm"] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        metrics |= {f"lr-pg_{i}": rate for i, rate in enumerate(rates)}
+        return metrics | {"global_batch_size": global_batch_size}
+
+    def _gradients(self, micro_batches: MicroBatches, step_id: int) -> list[dict[str, Any]]:
+        """Accumulate the gradients of a train step's micro-batches; FSDP2 averages them over the ranks."""
+        args, world = self.args, dist.get_world_size()
+        scale = {
+            "num_microbatches": micro_batches.num_microbatches[step_id],
+            "global_batch_size": micro_batches.global_batch_sizes[step_id],
+            "dp_size": world,
+        }
+        factor = 1.0 / scale["num_microbatches"]
+        if args.calculate_per_token_loss:
+            factor = world / max(self._num_tokens(micro_batches, step_id), 1)
+        reports = []
+
+        def loss_of(batch: MicroBatch, output: Any) -> torch.Tensor:
+            loss, _, report = loss_function(args, batch, output, **scale)
+            reports.append(report)
+            return loss * factor
+
+        for batch in micro_batches.of_step(step_id):
+            self.state.policy(batch, lambda output, batch=batch: loss_of(batch, output)).backward()
+        return reports
+
+    def _num_tokens(self, micro_batches: MicroBatches, step_id: int) -> int:
+        """Trained tokens of a train step over all ranks."""
+        counts = [batch["full_loss_masks"].sum() for batch in micro_batches.of_step(step_id)]
+        total = torch.stack(counts).sum()
+        dist.all_reduce(total, group=self.layout().dp_group)
+        return int(total)
+
+    # ---- engines
+
+    def connect_engines(self, engines: list[Any], engine_sizes: list[int], weight_version: int) -> None:
+        self.updater = connected_weight_updater(
+            self.args,
+            self._source,
+            engines,
+            engine_sizes=engine_sizes,
+            colocated=self.args.colocate,
+            weight_version=weight_version,
+            updater=self.updater,
+        )
+
+    # ---- checkpoints and copies
+
+    def begin_save(self, rollout_id: int, *, write_more: Callable[[Path], None]) -> UnfinishedCheckpoint:
+        args = self.args
+        return begin_checkpoint(
+            needed(args.save),
+            rollout_id,
+            self.state,
+            contents=args.checkpoint_contents,
+            model_shape=model_shape(args) | {"train_backend": "fsdp"},
+            write_more=write_more,
+        )
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in (weights(self.state.policy) | moments(self.state)).items():
+            yield name, local(tensor)
+
+    def state_values(self) -> dict[str, Any]:
+        return {
+            "steps": num_steps(self.state.optimizer),
+            "schedule": self.state.scheduler.state_dict(),
+            "random": random_states(),
+        }
+
+    def restore_values(self, values: Mapping[str, Any]) -> None:
+        set_num_steps(self.state.optimizer, values["steps"])
+        self.state.scheduler.num_steps = 0  # Megatron's class adds the saved position to the present one
+        self.state.scheduler.load_state_dict(values["schedule"])
+        set_random_states(values["random"])
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, live."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def make_optimizer(args: Args, named: Sequence[tuple[str, torch.Tensor]]) -> torch.optim.AdamW:
+    """Return torch's AdamW with Megatron's groups: biases and vectors (norms) do not decay."""
+    decayed = [p for name, p in named if p.ndim > 1 and not name.endswith(".bias")]
+    others = [p for name, p in named if p.ndim <= 1 or name.endswith(".bias")]
+    groups = [
+        {"params": params, "wd_mult": factor, "lr_mult": 1.0}
+        for params, factor in ((decayed, 1.0), (others, 0.0))
+        if params
+    ]
+    return torch.optim.AdamW(
+        groups,
+        lr=args.lr,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_eps,
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
+
+
+class FsdpTrainActor(TrainerOver):
+    """One rank of the policy's trainer."""
+
+    backend_class = FsdpBackend
+
+
+class FsdpCriticActor(TrainerOver, CriticTrainer):
+    """One rank of the critic."""
+
+    backend_class = FsdpBackend

@@ -1,0 +1,232 @@
+"""Rules of --train-backend fsdp: which of Megatron's flags it honours, which models it takes, what is not built.
+
+Nothing that is given is ignored: a flag of Megatron's is honoured, or refused with what does the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from slime.checkpoints.metadata import check_names
+from slime.checkpoints.paths import MODEL_SHAPE_FILE, classify_checkpoint, resolve_checkpoint_dir
+from slime.config.args import Args
+from slime.config.megatron.arguments import kernel_problems, megatron_problems
+from slime.config.megatron.flag_classes import groups_by_option, refused_flags, registered
+from slime.config.megatron.lora_plan import lora_problems
+from slime.config.megatron.value_checks import check_ranges
+from slime.config.problems import Problems, Rule, broken
+from slime.config.rules.batch import check_schedule_length, check_warmup
+from slime.utils.errors import UsageError
+from slime.weights.names import text_config
+
+FSDP = "--train-backend fsdp"
+HONOURED = frozenset(
+    [
+        "accelerator",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_eps",
+        "bf16",
+        "ckpt_format",
+        "ckpt_step",
+        "deterministic_mode",
+        "end_weight_decay",
+        "exit_duration_in_mins",
+        "exit_on_missing_checkpoint",
+        "exit_signal",
+        "exit_signal_handler",
+        "finetune",
+        "lr_decay_iters",
+        "lr_decay_style",
+        "lr_warmup_fraction",
+        "lr_warmup_init",
+        "lr_warmup_iters",
+        "lr_wsd_decay_iters",
+        "lr_wsd_decay_style",
+        "memory_snapshot_path",
+        "min_lr",
+        "no_load_optim",
+        "no_load_rng",
+        "recompute_granularity",
+        "save_retain_interval",
+        "start_weight_decay",
+        "use_checkpoint_opt_param_scheduler",
+        "weight_decay",
+        "weight_decay_incr_style",
+    ]
+)
+"""Attributes of Megatron's flags that do the same with FSDP2."""
+INSTEAD = {
+    "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size": (
+        "every rank has a copy of the model, sharded over all of them"
+    ),
+    "context_parallel_size": (
+        "one rank computes a whole sample; --recompute-granularity full makes room for longer ones"
+    ),
+    "sequence_parallel": "there is no tensor parallelism",
+    "recompute_method recompute_num_layers recompute_modules recompute_activations": (
+        "--recompute-granularity full recomputes every layer"
+    ),
+    "optimizer_cpu_offload optimizer_offload_fraction": "--fsdp-cpu-offload keeps the optimizer in host memory",
+    "overlap_param_gather": "--fsdp-forward-prefetch gathers ahead",
+    "num_distributed_optimizer_instances": "--fsdp-replicate-size makes several copies",
+    "attention_backend use_flash_attn": "--attn-implementation chooses",
+    "fp16": "parameters are fp32, or bf16 on GPUs",
+    "spec": "the model is the one that transformers makes of --hf-checkpoint",
+}
+"""Attributes -> what does the same, or why there is nothing to choose."""
+OWN_NOT_BUILT = [
+    "custom_model_provider_path",
+    "custom_megatron_init_path",
+    "custom_megatron_before_log_prob_hook_path",
+    "custom_megatron_before_train_step_hook_path",
+    "megatron_deepgemm_forward_layers",
+    "megatron_deepgemm_forward_modules",
+    "megatron_deepgemm_moe_forward_layers",
+    "megatron_deepgemm_moe_forward_modules",
+    "mtp_num_layers",
+    "enable_mtp_training",
+    "use_routing_replay",
+    "use_rollout_routing_replay",
+    "lora_rank",
+    "only_train_params_name_list",
+    "freeze_params_name_list",
+    "freeze_indexer",
+    "use_stateless_adam",
+    "async_save",
+    "allgather_cp",
+]
+"""Flags of slime's that the Megatron backend alone has."""
+_SCALES = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+"""Number of a config -> its value where it changes nothing; what computes log-probs here does not apply it."""
+NOT_BUILT = (
+    Rule(
+        lambda a: a.recompute_granularity not in (None, "full"),
+        f"--recompute-granularity {{recompute_granularity}} is Megatron's; {FSDP} recomputes whole layers: give full.",
+    ),
+    Rule(
+        lambda a: a.offload_train and a.accelerator == "cuda",
+        f"--offload-train (of --colocate) is not built for {FSDP}; give the engines GPUs of their own, or "
+        "use --train-backend megatron.",
+    ),
+    Rule(
+        lambda a: (a.actor_num_nodes * a.actor_num_gpus_per_node) % a.fsdp_replicate_size,
+        "--fsdp-replicate-size {fsdp_replicate_size} must divide the trainer's ranks (--actor-num-nodes "
+        "{actor_num_nodes} x --actor-num-gpus-per-node {actor_num_gpus_per_node}).",
+    ),
+    Rule(
+        lambda a: a.fsdp_cpu_offload and a.accelerator == "cuda",
+        "--fsdp-cpu-offload has not been tried on a GPU; leave it out, or use --train-backend megatron with "
+        "--optimizer-cpu-offload.",
+    ),
+)
+
+
+def backend_problems(args: Args, hf_config: Mapping[str, Any] | None, explicit: Collection[str]) -> Problems:
+    """Return everything that is wrong with the flags of a role's trainer; arguments as of `fsdp_problems`."""
+    check = fsdp_problems if args.train_backend == "fsdp" else megatron_problems
+    return check(args, hf_config, explicit)
+
+
+def problems_of_run(args: Args, hf_config: Mapping[str, Any] | None) -> Problems:
+    """Return what is wrong whatever the role: checkpoints of the other backend, adapters, kernels."""
+    problems = Problems()
+    problems.environment += foreign_checkpoints(args)
+    if args.train_backend == "megatron":
+        problems.wrong += lora_problems(args)
+        problems.extend(kernel_problems(args, hf_config))
+    return problems
+
+
+def fsdp_problems(args: Args, hf_config: Mapping[str, Any] | None, explicit: Collection[str]) -> Problems:
+    """Return everything that is wrong with the flags of a trainer that is FSDP2.
+
+    Args:
+        args: parsed flags, derived; --load as it was given.
+        hf_config: of --hf-checkpoint.
+        explicit: attributes whose flags were given.
+    """
+    problems, derived = Problems(), vars(args).keys() - set(explicit)
+    problems.unsupported += refused_flags(args, derived)
+    problems.lacking += refused_flags(args, derived, kind="planned")
+    problems.wrong += check_ranges(args, derived)
+    problems.wrong += [*check_schedule_length(args), *check_warmup(args)]
+    problems.wrong += _of_megatron(args, explicit)
+    problems.unsupported += broken(NOT_BUILT, args, explicit)
+    problems.unsupported += [
+        f"--{name.replace('_', '-')} is not built for {FSDP}; leave it out, or use --train-backend megatron."
+        for name in OWN_NOT_BUILT
+        if name in explicit and vars(args)[name]
+    ]
+    if hf_config is not None:
+        problems.unsupported += unsupported_models(args, text_config(dict(hf_config)))
+    return problems
+
+
+def _of_megatron(args: Args, explicit: Collection[str]) -> Iterator[str]:
+    """A sentence for each given flag of Megatron's that has another value than without and is not honoured."""
+    instead = {name: why for names, why in INSTEAD.items() for name in names.split()}
+    described = []
+    for option, action in registered().items():
+        group = groups_by_option().get(option)
+        given = action.dest in explicit and vars(args)[action.dest] != action.default
+        if group is None or group.kind != "used" or not given or action.dest in HONOURED:
+            continue
+        if action.dest in instead:
+            value = "" if action.nargs == 0 else f" {vars(args)[action.dest]}"
+            yield f"{option}{value} is Megatron's; with {FSDP} {instead[action.dest]}; leave it out."
+        else:
+            described.append(option)
+    if described:
+        yield (
+            f"{', '.join(described)}: Megatron's; {FSDP} trains what transformers makes of --hf-checkpoint; "
+            "leave them out, or use --train-backend megatron."
+        )
+
+
+def unsupported_models(args: Args, config: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each part of a model whose result would not be exact."""
+    kinds = set(config.get("layer_types") or ())
+    kinds |= {"sliding_attention"} if config.get("use_sliding_window") and config.get("sliding_window") else set()
+    name = f"{FSDP}: model_type {config.get('model_type')!r} has"
+    if other := kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
+        yield (
+            f"{name} layers of {', '.join(sorted(other))}, whose state would pass from one packed sample to the next; "
+            "use --train-backend megatron."
+        )
+    windows = kinds & {"sliding_attention", "chunked_attention"}
+    if windows and args.attn_implementation == "slime_packed":
+        yield f"{name} {', '.join(sorted(windows))}, which --attn-implementation slime_packed has not; give sdpa."
+    if config.get("model_type") == "gpt_oss":
+        yield f"{name} attention sinks, which no --attn-implementation is compared with; use --train-backend megatron."
+    for key, nothing in _SCALES.items():
+        if config.get(key) not in (None, nothing):
+            yield f"{name} {key} {config[key]}, which is not built; use --train-backend megatron."
+    if config.get("quantization_config"):
+        yield f"{name} quantised weights, which {FSDP} does not sync; take the checkpoint in 16 bit."
+
+
+def foreign_checkpoints(args: Args) -> Iterator[str]:
+    """A sentence for each checkpoint that the other backend has written."""
+    of_flags = (
+        ("--load", args.load, args.ckpt_step),
+        ("--ref-load", args.ref_load, args.ref_ckpt_step),
+        ("--opd-teacher-load", args.opd_teacher_load, args.opd_teacher_ckpt_step),
+    )
+    for flag, path, step in of_flags:
+        if classify_checkpoint(path) != "megatron":
+            continue
+        try:
+            directory, _ = resolve_checkpoint_dir(str(path), step)
+            check_names(directory)
+        except UsageError:
+            continue  # what is wrong then is said elsewhere
+        shape = directory / MODEL_SHAPE_FILE
+        saved = json.loads(shape.read_text()).get("train_backend", "megatron") if shape.is_file() else "megatron"
+        if saved != args.train_backend:
+            yield (
+                f"{flag} {path} was written by --train-backend {saved}, which --train-backend {args.train_backend} "
+                "cannot read; give the run's HF export (--save-hf), or the same backend."
+            )

@@ -1,0 +1,235 @@
+"""--train-backend fsdp: five steps equal those of Megatron, whatever the ranks and options; checkpoints; refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slime.config.parse import CommandLine
+from slime.config.rules.backends import unsupported_models
+from tests.integration.trainer_world import make_train_data, resumed_from, trainer_args
+from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
+
+NUM_STEPS = 5
+MEGATRON = "--adam-eps 1e-5 --make-vocab-size-divisible-by 4"
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """HF directory by name, and beside each what five steps of Megatron make of it."""
+    import slime.backends.fsdp_utils.actor  # noqa: F401  (once, before worlds fork)
+
+    root = tmp_path_factory.mktemp("fsdp")
+    for name, family, tied in (("qwen3", "qwen3", False), ("tied", "llama", True), ("moe", "qwen3_moe", False)):
+        make_hf_model(root / name, family, tied=tied)
+        (root / name / "tokenizer_config.json").write_text("{}")
+        run(root / name, backend="megatron", out=root / f"{name}.pt")
+    return {name: root / name for name in ("qwen3", "tied", "moe")}
+
+
+def run(hf: Path, *, backend: str = "fsdp", world: int = 1, out: Path, megatron: str = "", **flags: Any) -> None:
+    """Train `num_steps` times in a world, and write rank 0's (records, weights before, weights after) to `out`."""
+    num_steps, first = flags.pop("num_steps", NUM_STEPS), flags.pop("first", 0)
+    flags = {"lr": 1e-3, "use_kl_loss": True, "kl_loss_coef": 0.1, "ref_load": str(hf), **flags}
+    args = trainer_args(hf, f"{MEGATRON} {megatron}", dp_size=world, train_backend=backend, **flags)
+    run_world(world, _rank, args, range(first, first + num_steps), out)
+
+
+def _rank(args: Any, steps: range, out: Path) -> None:
+    from slime.backends.fsdp_utils.actor import FsdpTrainActor
+    from slime.backends.megatron_utils import initialize
+    from slime.backends.megatron_utils.actor import MegatronTrainActor
+    from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
+    from slime.ray.rollout.shares import split_train_data
+
+    make = FsdpTrainActor if args.train_backend == "fsdp" else MegatronTrainActor
+    actor = make(args, rank=dist.get_rank(), world_size=dist.get_world_size(), master_addr="", master_port=0)
+    with mock.patch.object(initialize, "init"):  # run_world has done it
+        started = actor.init()
+    assert started["start_rollout_id"] == steps.start
+
+    def whole() -> dict[str, torch.Tensor]:
+        source = actor.backend._source if args.train_backend == "fsdp" else actor.state.model
+        buckets = iter_hf_buckets(args, source, buffer_size=20_000)
+        return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+
+    before, records = whole(), []
+    shares = split_train_data(args, make_train_data(), {"dp_size": dist.get_world_size(), "cp_size": 1})
+    for step in steps:
+        records += actor.train_on(step, dict(shares[dist.get_rank()]))
+        if args.save and step == 1:
+            actor.save_model(step)
+    after = whole()
+    if dist.get_rank() == 0:
+        torch.save((records, before, after), out)
+
+
+def assert_equal_runs(reference: Path, found: Path) -> None:
+    """Every metric to 1e-5, every weight's update to 1e-3 of its size."""
+    (records, before, after), (records2, before2, after2) = torch.load(reference), torch.load(found)
+    assert before.keys() == before2.keys()
+    assert all(torch.equal(before[name], before2[name]) for name in before)
+    assert [step for _, step in records] == [step for _, step in records2]
+    for (theirs, _), (ours, _) in zip(records, records2, strict=True):
+        theirs = {name: value for name, value in theirs.items() if "load_balancing" not in name}  # Megatron's own
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    for name, weight in after.items():
+        update = weight - before[name]
+        assert update.norm() > 0, name
+        assert (after2[name] - weight).norm() <= 1e-3 * update.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "flags"),
+    [
+        ("qwen3", 1, {}),
+        ("tied", 2, {}),
+        ("moe", 2, {}),
+        ("qwen3", 2, {"attn_implementation": "sdpa", "fsdp_reshard_after_forward": False}),
+        ("qwen3", 2, {"fsdp_replicate_size": 2, "fsdp_forward_prefetch": True}),
+        ("qwen3", 2, {"fsdp_cpu_offload": True, "megatron": "--recompute-granularity full", "max_tokens_per_gpu": 24}),
+    ],
+    ids=str,
+)
+def test_five_steps_equal_those_of_megatron(
+    families: dict[str, Path], tmp_path: Path, name: str, world: int, flags: dict[str, Any]
+) -> None:
+    run(families[name], world=world, out=tmp_path / "out.pt", **flags)
+    assert_equal_runs(families[name].with_suffix(".pt"), tmp_path / "out.pt")
+
+
+def test_per_token_losses_equal_those_of_megatron(families: dict[str, Path], tmp_path: Path) -> None:
+    flags = {"calculate_per_token_loss": True, "loss_agg_mode": "token-mean", "num_steps": 2}
+    run(families["qwen3"], backend="megatron", out=tmp_path / "megatron.pt", **flags)
+    run(families["qwen3"], world=2, max_tokens_per_gpu=24, out=tmp_path / "fsdp.pt", **flags)
+    assert_equal_runs(tmp_path / "megatron.pt", tmp_path / "fsdp.pt")
+
+
+def test_a_resumed_run_is_bit_by_bit_the_same_and_another_number_of_ranks_can_resume(
+    families: dict[str, Path], tmp_path: Path
+) -> None:
+    hf, root = families["qwen3"], tmp_path / "save"
+    run(hf, world=2, out=tmp_path / "whole.pt", save=str(root), save_hf=str(tmp_path / "hf"))
+    records, _, after = torch.load(tmp_path / "whole.pt")
+    from transformers import AutoModelForCausalLM
+
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    rest = {"first": 2, "num_steps": NUM_STEPS - 2, **resumed_from(str(root))}
+    run(hf, world=2, out=tmp_path / "rest.pt", **rest)
+    records2, before2, after2 = torch.load(tmp_path / "rest.pt")
+    assert all(torch.equal(exported[name], before2[name]) for name in before2)
+    assert records[-len(records2) :] == records2
+    assert all(torch.equal(after[name], after2[name]) for name in after)
+    run(hf, world=1, out=tmp_path / "one.pt", **rest)
+    assert_equal_runs(tmp_path / "rest.pt", tmp_path / "one.pt")
+
+
+def test_each_rank_reads_the_rows_of_its_own_shards_alone(families: dict[str, Path]) -> None:
+    args = trainer_args(families["qwen3"], MEGATRON, dp_size=2, train_backend="fsdp")
+    run_world(2, _read_half, args)
+
+
+def _read_half(args: Any) -> None:
+    from slime.backends.fsdp_utils.model import build_policy, load_hf, make_mesh
+    from slime.conversion.reader import RawTensors
+
+    read, num_bytes = RawTensors.read, []
+
+    def noted(self: Any, *where: Any) -> torch.Tensor:
+        tensor = read(self, *where)
+        num_bytes.append(tensor.nbytes)
+        return tensor
+
+    policy = build_policy(args, make_mesh(args))
+    with mock.patch.object(RawTensors, "read", noted):
+        load_hf(policy, args.load)
+    # an odd number of rows gives the first rank one more, of at most 128 bytes, of each of the 25 tensors
+    assert 0 < sum(num_bytes) <= RawTensors(args.load).num_bytes / 2 + 25 * 128
+
+
+def test_a_critic_learns_as_that_of_megatron(families: dict[str, Path], tmp_path: Path) -> None:
+    found = []
+    for backend in ("megatron", "fsdp"):
+        args = trainer_args(families["qwen3"], MEGATRON, train_backend=backend, advantage_estimator="ppo", lr=1e-2)
+        vars(args).update(loss_type="value_loss", untie_embeddings_and_output_weights=True)
+        run_world(1, _critic, args, tmp_path / "critic.pt")
+        found.append(torch.load(tmp_path / "critic.pt"))
+    (theirs, their_values), (ours, values) = found
+    assert max(map(abs, values)) > 0.05  # they start at 0
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert values == pytest.approx(their_values, rel=1e-3, abs=1e-5)
+
+
+def _critic(args: Any, out: Path) -> None:
+    from slime.backends.fsdp_utils.actor import FsdpCriticActor
+    from slime.backends.megatron_utils import initialize
+    from slime.backends.megatron_utils.actor import MegatronCriticActor
+    from slime.ray.rollout.shares import split_train_data
+
+    make = FsdpCriticActor if args.train_backend == "fsdp" else MegatronCriticActor
+    critic = make(args, rank=0, world_size=1, master_addr="", master_port=0)
+    with mock.patch.object(initialize, "init"):
+        critic.init()
+    (share,) = split_train_data(args, make_train_data(), {"dp_size": 1, "cp_size": 1})
+    returns = [[0.1 * (i + 1)] * length for i, length in enumerate(share["response_lengths"])]
+    for rollout_id in range(3):
+        values = critic.values_of(dict(share))["values"]
+        ((metrics, _),) = critic.train_on(rollout_id, dict(share) | {"values": values, "returns": returns})
+    torch.save((metrics, [float(v) for values in critic.values_of(dict(share))["values"] for v in values]), out)
+
+
+@pytest.fixture(scope="module")
+def command_line() -> CommandLine:
+    return CommandLine()
+
+
+REFUSED = {
+    "--tensor-model-parallel-size 2": "--tensor-model-parallel-size 2 is Megatron's; with --train-backend fsdp every",
+    "--context-parallel-size 2": "--recompute-granularity full makes room",
+    "--num-layers 2 --hidden-size 32": "--num-layers, --hidden-size: Megatron's; --train-backend fsdp trains what",
+    "--recompute-granularity selective": "recomputes whole layers: give full",
+    "--lora-rank 4": "--lora-rank is not built for --train-backend fsdp",
+    "--fsdp-replicate-size 3": "--fsdp-replicate-size 3 must divide the trainer's ranks",
+    "--optimizer-cpu-offload": "--fsdp-cpu-offload keeps the optimizer in host memory",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_fsdp_does_not_do_is_refused_with_what_does_the_same(
+    families: dict[str, Path], command_line: CommandLine, flags: str
+) -> None:
+    line = f"--train-backend fsdp --accelerator cpu --debug-train-only --hf-checkpoint {families['qwen3']} {flags}"
+    assert any(REFUSED[flags] in problem for problem in command_line.check(line.split()).problems.all())
+
+
+def test_a_checkpoint_of_the_other_backend_is_refused(
+    families: dict[str, Path], command_line: CommandLine, tmp_path: Path
+) -> None:
+    iteration = tmp_path / "iter_0000001"
+    iteration.mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    (iteration / "model_shape.json").write_text(json.dumps({"train_backend": "fsdp"}))
+    line = f"--accelerator cpu --debug-train-only --hf-checkpoint {families['qwen3']} --load {tmp_path}"
+    problems = command_line.check(line.split()).problems.all()
+    assert any("was written by --train-backend fsdp" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"layer_types": ["linear_attention", "full_attention"]}, "whose state would pass from one packed sample"),
+        ({"layer_types": ["sliding_attention"]}, "give sdpa"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0, which is not built"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+    ],
+    ids=str,
+)
+def test_a_model_whose_result_would_not_be_exact_is_refused(config: dict[str, Any], sentence: str) -> None:
+    (problem,) = unsupported_models(make_args(), config)
+    assert sentence in problem
