@@ -77,7 +77,7 @@ def assert_equal_runs(reference: Path, found: Path) -> None:
     assert all(torch.equal(before[name], before2[name]) for name in before)
     assert [step for _, step in records] == [step for _, step in records2]
     for (theirs, _), (ours, _) in zip(records, records2, strict=True):
-        theirs = {name: value for name, value in theirs.items() if "load_balancing" not in name}  # Megatron's own
+        theirs.pop("train/lr-pg_2", None)  # Megatron has a group of parameters more for experts
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
     for name, weight in after.items():
         update = weight - before[name]
