@@ -92,8 +92,7 @@ class SandboxServer:
         watch = asyncio.create_task(self._end_silent())
         yield
         watch.cancel()
-        async with asyncio.timeout(2 * OPEN_S):
-            await self._close_all(list(self._held))
+        await self._close_all(list(self._held))
 
     async def _end_silent(self) -> None:
         while True:
@@ -105,7 +104,12 @@ class SandboxServer:
 
     async def _close_all(self, names: list[str]) -> None:
         """End sandboxes; one that cannot be ended is a line of the log, and the watch goes on."""
-        failures = await asyncio.gather(*map(self._close, names), return_exceptions=True)
+        try:
+            async with asyncio.timeout(2 * OPEN_S):
+                failures = await asyncio.gather(*map(self._close, names), return_exceptions=True)
+        except TimeoutError:
+            logger.error("sandboxes %s were not ended within %g s", ", ".join(names), 2 * OPEN_S)
+            return
         for name, failure in zip(names, failures, strict=True):
             if failure is not None:
                 logger.error("sandbox %s was not ended: %s: %s", name, type(failure).__name__, failure)
