@@ -3,6 +3,7 @@
 It knows nothing about how an environment is made: scripts/setup_env.sh does that, with the pins of requirements*.txt.
 """
 
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -60,6 +61,11 @@ TRACKERS = {
     "trackio": ["trackio"],
 }
 
+# What `slime init` and `slime convert` use, so that a wheel has it, too. An editable install has the folders.
+IS_EDITABLE = any(word in sys.argv for word in ("develop", "editable_wheel"))
+TOOLS = {"tools": "tools", "tools.parts": "tools/parts"}  # under their own name: they import each other by it
+COPIED = {} if IS_EDITABLE else {"slime.template": "examples/bring_your_own_task", **TOOLS}
+
 setup(
     name="slime",
     version="0.1.0",
@@ -69,9 +75,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     # The root itself is the source folder, so that an editable install also finds tools and examples by dotted path.
-    package_dir={"": "."},
-    packages=find_packages(include=["slime", "slime.*", "slime_plugins", "slime_plugins.*"]),
+    package_dir={"": ".", **COPIED},
+    packages=[*find_packages(include=["slime", "slime.*", "slime_plugins", "slime_plugins.*"]), *COPIED],
+    py_modules=["train", "train_async"],  # `slime train` runs them
     package_data={
+        "slime.template": ["*"],
         "slime": ["py.typed"],
         "slime.dashboard": ["static/*", "static/*/*", "static/*/*/*"],
         "slime_plugins.environments": ["requirements/*.txt"],
@@ -83,6 +91,9 @@ setup(
         "cpu": CPU,
         **TRACKERS,
         "mcp": ["mcp<2"],  # tools of MCP servers (docs/multi_turn.md)
+        "agents": ["mcp<2"],
+        "cuda": read_requirements("requirements.txt"),
+        "docs": ["furo", "myst-parser", "sphinx", "sphinx-copybutton"],
         "dev": read_requirements("requirements-dev.txt"),
     },
 )

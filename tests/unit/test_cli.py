@@ -1,0 +1,107 @@
+"""The command `slime`: a task is written, drivers and tools become the process, a machine is examined."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from slime import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def invoke(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, list(words))
+    return result.exit_code, result.output
+
+
+def test_init_writes_the_example_with_this_checkout_and_interpreter(tmp_path: Path) -> None:
+    status, said = invoke("init", str(tmp_path / "mine"))
+    assert status == 0, said
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == {
+        "make_data.py",
+        "task.py",
+        "settings.yaml",
+        "run.sh",
+    }
+    assert (tmp_path / "mine/task.py").read_text() == (ROOT / "examples/bring_your_own_task/task.py").read_text()
+    script = (tmp_path / "mine/run.sh").read_text()
+    assert f"SLIME_REPO:-{ROOT}" in script and f"SLIME_PYTHON:-{sys.executable}" in script
+
+
+def test_init_writes_into_no_directory_that_holds_something(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    status, said = invoke("init", str(tmp_path))
+    assert status == 2 and "not empty" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "script", "passed"),
+    [
+        (["train", "--lr", "1e-6", "--help"], "train.py", ["--lr", "1e-6", "--help"]),
+        (["train-async", "--lr", "1e-6"], "train_async.py", ["--lr", "1e-6"]),
+        (["plan", "--lr", "1e-6"], "train.py", ["--lr", "1e-6", "--dry-run"]),
+        (["convert", "gguf-to-hf", "--help"], "tools/convert_gguf_to_hf.py", ["--help"]),
+    ],
+)
+def test_a_command_becomes_its_script_with_the_flags_as_they_are(monkeypatch, words, script, passed) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, line: seen.append([program, *line]))
+    invoke(*words)
+    assert seen == [[sys.executable, sys.executable, str(ROOT / script), *passed]]
+
+
+def test_every_way_to_convert_has_its_tool() -> None:
+    assert [name for name in cli.WAYS.values() if not (ROOT / "tools" / name).is_file()] == []
+    status, said = invoke("convert", "hf-to-nothing")
+    assert status == 2 and "hf-to-nothing" in said and "gguf-to-hf" in said
+
+
+def test_the_doctor_names_a_ray_that_does_not_answer_and_the_remedy(monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert not cli._ray(f"127.0.0.1:{port}").remedy
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")  # closed now
+    status, said = invoke("doctor")
+    (line,) = [line for line in said.splitlines() if "Ray" in line]
+    assert status == 1 and line.startswith("wrong") and "unset RAY_ADDRESS" in line
+    assert {"python", "torch", "sglang", "disk", "clock"} <= {line.split()[1] for line in said.splitlines()}
+
+
+def test_too_little_room_and_a_clock_of_the_past_are_wrong(monkeypatch) -> None:
+    assert cli._room("disk", 9 * 10**9, 10, "free some").remedy == "free some (10 GB)"
+    assert cli._room("disk", 10 * 10**9, 10, "free some").remedy == ""
+    monkeypatch.setattr(cli.shutil, "which", lambda name: None)
+    assert "NTP" in cli._clock(0.0).remedy and not cli._clock(Path(cli.__file__).stat().st_mtime + 1).remedy
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_wheel_and_sdist_build_and_an_installed_slime_writes_a_task(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(ROOT)]
+    done = subprocess.run(build, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert list((tmp_path / "dist").glob("*.tar.gz"))
+    venv.create(tmp_path / "env", system_site_packages=False, with_pip=False)
+    python = tmp_path / "env/bin/python"
+    target = next((tmp_path / "env/lib").glob("python*")) / "site-packages"
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(target), str(wheel)]
+    subprocess.run(install, check=True, capture_output=True, timeout=200)
+    # The packages that slime needs are those of this environment.
+    (target / "parent.pth").write_text(str(Path(cli.typer.__file__).parents[1]))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for words in (["init", str(tmp_path / "mine")], ["convert", "gguf-to-hf", "--help"], ["train", "--help"]):
+        ran = subprocess.run(
+            [str(python), "-m", "slime.cli", *words], cwd=tmp_path, env=environment, capture_output=True, timeout=100
+        )
+        assert ran.returncode == 0, ran.stderr.decode()[-2000:]
+    assert str(target) in (tmp_path / "mine/run.sh").read_text()
