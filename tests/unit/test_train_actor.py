@@ -17,7 +17,7 @@ asked = []
 torch.cuda._lazy_init = lambda: asked.append(True)  # what every use of a GPU by torch begins with
 from slime.ray.train_actor import TrainRayActor
 assert "megatron" not in sys.modules
-actor = TrainRayActor(SimpleNamespace(accelerator=sys.argv[1]), 0, 1, sys.argv[2])
+actor = TrainRayActor(SimpleNamespace(accelerator=sys.argv[1], train_backend="megatron"), 0, 1, sys.argv[2])
 actor.load()
 assert "slime.backends.megatron_utils.actor" in sys.modules
 assert not asked and not torch.cuda.is_initialized() and not torch.distributed.is_initialized()
