@@ -171,7 +171,7 @@ def examine() -> Iterator[Finding]:
     yield _room("memory", memory, LEAST_MEMORY, "give the machine or its container more memory")
     for name, path, least, remedy in (
         ("disk", Path.cwd(), LEAST_DISK, "free some, or give --output-dir and --save another disk"),
-        ("shared memory", Path("/dev/shm"), LEAST_SHARED, "start the container with --shm-size 32g"),
+        ("shared memory", Path("/dev/shm"), LEAST_SHARED, "start the container with --shm-size 32g"),  # nosec B108: only its free space is read
     ):
         yield _room(name, shutil.disk_usage(path).free, least, remedy)
     yield _clock(time.time())

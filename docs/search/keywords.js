@@ -40,6 +40,7 @@ const PAGE_KEYWORDS = {
   "docs/scripts": "model script run script recipe qwen glm deepseek launch",
   "docs/multi_node": "multinode multi-node nodes slurm kubernetes k8s ray job cluster machines nccl interface ssh",
   "docs/offline_cluster": "air-gapped no internet proxy mirror download offline",
+  "docs/backends": "fsdp fsdp2 megatron backend trainer transformers choose",
   "docs/lora": "adapter peft low rank qlora",
   "docs/fp8": "quantization quantized low precision 8 bit",
   "docs/int4": "quantization quantized 4 bit gptq awq",
