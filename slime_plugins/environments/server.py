@@ -20,20 +20,25 @@ the environment variable SLIME_ENVIRONMENT_KEY as a bearer token, where that is 
 model themselves (drives_model), through an OpenAI client. Limits: --max-episodes episodes and runs at a time (429),
 MAX_BYTES of a body either way (413), --timeout seconds for a call of the environment (504; the episode is forgotten,
 its thread is counted in `overdue` until it returns), --run-timeout seconds for a /run, --idle-timeout seconds until an
-episode that nobody asks for is forgotten (410 from then on). Repeating a request is not safe: a step is a step.
+episode that nobody asks for is forgotten (410 from then on). A client that closes its connection during /start gives
+the place back. Repeating a request is not safe: a step is a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hmac
 import importlib
 import json
 import math
+import numbers
 import os
 import queue
 import secrets
+import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -152,7 +157,7 @@ class Episodes:
         try:
             episode = worker.call(self.environment.start, task, timeout_s=self.timeout_s)
         except Problem:
-            self._forget(key)
+            self.forget(key)
             raise
         self._held[key] = (episode, worker, time.monotonic())
         return {"episode": key, "messages": episode.messages, "tools": episode.tools}
@@ -164,7 +169,7 @@ class Episodes:
     def finish(self, episode: str) -> dict[str, Any]:
         """Score an episode and forget it."""
         result = self._call(episode, "finish")
-        self._forget(episode)
+        self.forget(episode)
         return _checked_reward(result)
 
     def run(self, task: int, run: str, **endpoint: Any) -> dict[str, Any]:
@@ -202,11 +207,12 @@ class Episodes:
         try:
             answer: dict[str, Any] = worker.call(getattr(episode, verb), *given, timeout_s=self.timeout_s)
         except Problem:
-            self._forget(key)
+            self.forget(key)
             raise
         return answer
 
-    def _forget(self, key: str) -> None:
+    def forget(self, key: str) -> None:
+        """Close an episode, if it is still there, and free its place."""
         held = self._held.pop(key, None)
         if held is not None:
             held[1].end(getattr(held[0], "close", None))
@@ -215,7 +221,7 @@ class Episodes:
         now = time.monotonic()
         for key, (_, _, used) in list(self._held.items()):
             if now - used > self.idle_s:
-                self._forget(key)
+                self.forget(key)
         if len(self) >= self.limit:
             raise Problem(429, "busy", f"{len(self)} episodes run, as many as --max-episodes allows")
 
@@ -231,10 +237,31 @@ class Episodes:
 
 
 def _checked_reward(result: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(result, dict) or "reward" not in result:
+        raise Problem(500, "reward", f"the environment gave {str(result)[:200]!r}, which has no entry reward")
     reward = result["reward"]
-    if result.get("error") is None and not (isinstance(reward, (int, float)) and math.isfinite(reward)):
+    if result.get("error") is not None:
+        return result
+    if not (isinstance(reward, numbers.Real) and math.isfinite(reward)):
         raise Problem(500, "reward", f"the environment gave the reward {reward!r}, which is no finite number")
-    return result
+    return {**result, "reward": _plain(reward)}
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's, or another that JSON does not know, as Python's; anything else as text."""
+    if isinstance(value, numbers.Real):
+        return value if isinstance(value, (int, float)) else float(value)
+    return str(value)
+
+
+def _is_gone(connection: socket.socket) -> bool:
+    """Whether the client has closed its side and waits for no answer."""
+    try:
+        readable = select.poll()
+        readable.register(connection, select.POLLIN)
+        return bool(readable.poll(0)) and connection.recv(1, socket.MSG_PEEK) == b""
+    except OSError:
+        return True
 
 
 FIELDS: dict[str, dict[str, type]] = {
@@ -294,6 +321,8 @@ def handler_of(episodes: Episodes, info: dict[str, Any], key: str) -> type[BaseH
                 raise Problem(413, "body", f"the body has {length} bytes; at most {MAX_BYTES} are taken")
             body = read_body(self.path, self.rfile.read(int(length)))
             answer: dict[str, Any] = getattr(episodes, self.path[1:])(**body)
+            if self.path == "/start" and _is_gone(self.connection):
+                episodes.forget(answer["episode"])  # nobody knows its name, so nobody would finish it
             return answer
 
         def _answer(self, verb: Any) -> None:
@@ -302,7 +331,7 @@ def handler_of(episodes: Episodes, info: dict[str, Any], key: str) -> type[BaseH
                 given = self.headers.get("Authorization", "")
                 if key and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
                     raise Problem(401, "key", "the key is missing or wrong")
-                text = json.dumps(verb(), default=str).encode()
+                text = json.dumps(verb(), default=_plain).encode()
                 if len(text) > MAX_BYTES:
                     raise Problem(500, "size", f"the answer has {len(text)} bytes; at most {MAX_BYTES} are sent")
             except Problem as problem:
@@ -313,7 +342,8 @@ def handler_of(episodes: Episodes, info: dict[str, Any], key: str) -> type[BaseH
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
-            self.wfile.write(text)
+            with contextlib.suppress(ConnectionError):  # a client that has given up is no error of ours
+                self.wfile.write(text)
 
         def log_message(self, format: str, *values: Any) -> None:
             pass

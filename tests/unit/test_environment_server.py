@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 
 from slime.processes.wait import wait
@@ -39,11 +41,13 @@ class Episode:
 
 class Environment:
     drives_model, num_tasks = False, 2
+    start_s = 0.0
 
     def prompt(self, task: int) -> dict[str, Any]:
         return {"messages": Episode.messages, "tools": None}
 
     def start(self, task: int) -> Episode:
+        time.sleep(Environment.start_s)
         return Episode()
 
 
@@ -64,7 +68,7 @@ def ask():
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)["error"]["message"]
 
-    asked.episodes = episodes
+    asked.episodes, asked.port = episodes, running.server_address[1]
     yield asked
     running.shutdown()
     running.server_close()
@@ -80,6 +84,31 @@ def test_an_episode_is_started_stepped_and_finished_once(ask):
     assert ask("/finish", {"episode": key}) == (200, {"reward": 1, "metrics": {}})
     status, message = ask("/finish", {"episode": key})
     assert (status, message) == (410, f"there is no episode '{key}': it was finished, forgotten, or never started")
+
+
+@pytest.mark.parametrize("result", [{"metrics": {}}, None, {"reward": "much"}, {"reward": numpy.float32("nan")}])
+def test_a_score_without_a_finite_reward_is_an_error_with_an_answer(ask, monkeypatch, result):
+    monkeypatch.setattr(Episode, "finish", lambda self: result)
+    status, message = ask("/finish", {"episode": start(ask)})
+    assert status == 500 and "reward" in message
+
+
+def test_numbers_of_numpy_arrive_as_numbers(ask, monkeypatch):
+    result = {"reward": numpy.float32(0.5), "metrics": {"steps": numpy.int64(3)}}
+    monkeypatch.setattr(Episode, "finish", lambda self: result)
+    assert ask("/finish", {"episode": start(ask)}) == (200, {"reward": 0.5, "metrics": {"steps": 3}})
+
+
+def test_a_start_whose_client_is_gone_gives_its_place_back(ask, monkeypatch):
+    monkeypatch.setattr(Environment, "start_s", 0.1)
+    closed = Episode.num_closed
+    body = json.dumps({"task": 0}).encode()
+    head = f"POST /start HTTP/1.1\r\nAuthorization: Bearer secret\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", ask.port)) as connection:
+        connection.sendall(head.encode() + body)
+        wait("the start to begin", 5.0, lambda: len(ask.episodes) == 1 or None, interval_s=0.01)
+    wait("its place to be free", 5.0, lambda: len(ask.episodes) == 0 or None, interval_s=0.01)
+    wait("it to be closed", 5.0, lambda: Episode.num_closed == closed + 1 or None, interval_s=0.01)
 
 
 def test_the_calls_of_an_episode_are_made_in_one_thread_of_its_own(ask):
