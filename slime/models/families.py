@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 from slime.models.deepseek import DEEPSEEK
 from slime.models.family import Family
 from slime.models.glm import GLM
+from slime.models.layouts import GateUpTogether
 from slime.models.minimax import MINIMAX
 from slime.models.parts import LLAMA
 from slime.models.qwen import QWEN
 from slime.plugins import Table
 from slime.utils.errors import UsageError
 from slime.utils.misc import load_function
+from slime.utils.model_shape import MODEL_DEFAULTS, moe_pattern
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -89,3 +91,46 @@ def _own_family(path: str) -> Family:
     if not isinstance(found, Family):
         raise UsageError(f"{path} is a {type(found).__name__}, not a slime.models.family.Family.")
     return found
+
+
+# ---- linear layers that can have LoRA adapters
+
+LINEARS = (
+    *(f"self_attention.linear_{name}" for name in ("qkv", "q_proj", "q_down_proj", "q_up_proj")),
+    *(f"self_attention.linear_{name}" for name in ("kv_down_proj", "kv_up_proj", "proj")),
+    *(f"{mlp}.linear_{fc}" for mlp in ("mlp", "mlp.shared_experts") for fc in ("fc1", "fc2")),
+    *(f"mlp.experts.local_experts.{{e}}.linear_{fc}" for fc in ("fc1", "fc2")),
+)
+"""Megatron's linear layers of a decoder layer that can have adapters; {e} stands for the expert."""
+_RULE = re.compile(r"decoder\.layers\.\{i\}\.(.+)\.weight")
+
+
+def projections_of(args: Args) -> dict[str, tuple[str, ...]]:
+    """Megatron's linear layers of the model's decoder layers -> the projections of HF and PEFT that each holds.
+
+    Empty where the family is not known.
+    """
+    try:
+        is_known = vars(args).get("num_layers") and (args.hf_checkpoint or args.model_name)
+        rules = family_of_args(args).rules if is_known else ()
+    except (UsageError, OSError, ValueError):
+        return {}  # said elsewhere
+    found = {match[1]: rule for rule in rules if (match := _RULE.fullmatch(rule.megatron))}
+    return {
+        linear: tuple(name.split(".")[-2] for name in found[linear].hf)
+        for linear in LINEARS
+        if linear in found and _is_there(args, linear) and not isinstance(found[linear].layout, GateUpTogether)
+    }
+
+
+def _is_there(args: Args, linear: str) -> bool:
+    """Whether some layer of the model has this linear layer; a family's rules name those of all its models."""
+    part = linear.removeprefix("self_attention.linear_")
+    if part != linear:
+        compressed = ("q_down_proj", "q_up_proj") if vars(args).get("q_lora_rank") else ("q_proj",)
+        latent = (*compressed, "kv_down_proj", "kv_up_proj", "proj")
+        return part in (latent if vars(args).get("multi_latent_attention") else ("qkv", "proj"))
+    has_experts = moe_pattern(MODEL_DEFAULTS | vars(args))
+    if "shared_experts" in linear:
+        return any(has_experts) and bool(args.moe_shared_expert_intermediate_size)
+    return any(has_experts) if "{e}" in linear else not all(has_experts)

@@ -281,14 +281,22 @@ class _Trainer:
         layout = self.layout
         num_params = sum(rank_params(self.shape, layout, stage))
         if self.args.lora_rank:
-            adapters = self.shape.adapter_params(self.args.lora_rank) // (layout.tp * layout.pp)
-            return num_params + adapters, adapters, adapters / layout.optimizer_shards
+            dense, experts = self.adapters(stage)
+            shards = dense / layout.optimizer_shards + experts / layout.expert_optimizer_shards
+            return num_params + dense + experts, dense + experts, shards
         if self.predictions(stage) and stage > 0:  # the first stage's embedding, lent
             num_params += self.shape.embedding_params // layout.tp
         # layers that predict further tokens are frozen unless they are trained
         trained = replace(self.shape, num_mtp_layers=self.predictions(stage))
         dense, experts = rank_params(trained, layout, stage)
         return num_params, dense + experts, dense / layout.optimizer_shards + experts / layout.expert_optimizer_shards
+
+    def adapters(self, stage: int) -> tuple[int, int]:
+        """(parameters of LoRA adapters outside experts, of experts) of one rank of a pipeline stage."""
+        layout, rank = self.layout, self.args.lora_rank or 0
+        layers = [self.shape.adapter_params(layer, rank) for layer in layout.stage_layers[stage]]
+        dense = sum((layer.attention + layer.mlp) // layout.tp + layer.replicated for layer in layers)
+        return dense, sum(layer.experts for layer in layers) // layout.ep
 
     def predictions(self, stage: int) -> int:
         """Layers of a stage that predict further tokens and are trained."""

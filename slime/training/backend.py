@@ -64,6 +64,8 @@ class CheckpointSource:
     """Also the optimizer's state and the schedule, where the checkpoint has them."""
     load_rng: bool = True
     """Also the random states, where it has them; only a run with the same parallel layout can use them."""
+    is_start: bool = False
+    """What training starts from, and not the reference or a teacher."""
 
 
 class UnfinishedSave(Protocol):

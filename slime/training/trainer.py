@@ -112,7 +112,8 @@ class Trainer:
             backend.load(CheckpointSource(needed(args.opd_teacher_load), args.opd_teacher_ckpt_step, False, False))
             self._weights.backup(TEACHER)
         with_optimizer = not args.no_load_optim and not args.use_stateless_adam
-        iteration = backend.load(CheckpointSource(args.load, args.ckpt_step, with_optimizer, not args.no_load_rng))
+        start = CheckpointSource(args.load, args.ckpt_step, with_optimizer, not args.no_load_rng, is_start=True)
+        iteration = backend.load(start)
         restore_controller(args, self._resumed_dir(), self._kl_controller)
         self._checks = CiChecks(args, self._weights, role=self.role)
         Timer().start("train_wait")

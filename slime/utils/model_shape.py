@@ -261,20 +261,34 @@ class ModelShape:
         shared = self._mlp_params(moe.shared_ffn_hidden_size) if moe.shared_ffn_hidden_size else 0
         return LayerParams(matrices, shared, replicated + router, moe.num * self._mlp_params(moe.ffn_hidden_size))
 
-    def adapter_params(self, rank: int) -> int:
-        """Parameters of LoRA adapters of this rank on every linear layer: rank x (inputs + outputs) of each."""
-        hidden, qkv = self.hidden_size, self.query_width + self.key_width + self.value_width
-        attention = 2 * hidden + qkv + self.attention_out_width
-        dense = self._adapter_widths(self.ffn_hidden_size)
-        moe = self.experts
-        sparse = 0
-        if moe is not None:
-            shared = self._adapter_widths(moe.shared_ffn_hidden_size) if moe.shared_ffn_hidden_size else 0
-            sparse = moe.num * self._adapter_widths(moe.ffn_hidden_size) + shared
-        return rank * sum(attention + (sparse if has_experts else dense) for has_experts in self.moe_layers)
+    def adapter_params(self, layer: int, rank: int) -> LayerParams:
+        """Parameters of LoRA adapters of this rank on every linear layer of a decoder layer.
 
-    def _adapter_widths(self, ffn: int) -> int:
-        return 2 * self.hidden_size + (2 + self.is_gated) * ffn
+        Each has rank x (inputs + outputs). TP cuts the half on the side where it cuts the weight: B of the layers
+        into attention and MLP, A of those out of them. The other half is `replicated`; experts' adapters are whole
+        on the rank that has the expert.
+        """
+        hidden = self.hidden_size
+        if self.latent:
+            latent = self.latent
+            down = latent.kv_lora_rank + latent.qk_pos_emb_head_dim + (latent.q_lora_rank or 0)
+            up = self.query_width + self.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
+            inputs = 2 * hidden + latent.kv_lora_rank + (latent.q_lora_rank or 0)
+            cut, whole = down + up + self.attention_out_width, inputs + hidden
+        else:
+            cut = self.query_width + self.key_width + self.value_width + self.attention_out_width
+            whole = 3 * hidden + hidden
+        if self.experts is None or not self.moe_layers[layer]:
+            of_mlp, of_experts = self._adapter_widths(self.ffn_hidden_size), 0
+        else:
+            shared = self.experts.shared_ffn_hidden_size
+            of_mlp = self._adapter_widths(shared) if shared else (0, 0)
+            of_experts = self.experts.num * sum(self._adapter_widths(self.experts.ffn_hidden_size))
+        return LayerParams(rank * cut, rank * of_mlp[0], rank * (whole + of_mlp[1]), rank * of_experts)
+
+    def _adapter_widths(self, ffn: int) -> tuple[int, int]:
+        """Of an MLP's adapters a rank: channels on sides that TP cuts, and on those that it does not."""
+        return (2 + self.is_gated) * ffn, (2 + self.is_gated) * self.hidden_size
 
     def mtp_params(self) -> LayerParams:
         """Parameters of one multi-token prediction layer: a decoder layer like the last, a projection, three norms."""

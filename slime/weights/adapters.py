@@ -6,7 +6,8 @@ server at the first request, and a scale that is not alpha / rank is ignored. So
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 BASE = "slime-base"
@@ -84,3 +85,30 @@ def _check_complete(module: str, halves: set[str], modules: Mapping[str, Any]) -
     for names in _TOGETHER:
         if leaf in names and (missing := [name for name in names if f"{block}.{name}" not in modules]):
             raise ValueError(f"{module} comes without {', '.join(missing)}, of which the engine makes one weight")
+
+
+def adapter_differences(config: Mapping[str, Any], rank: int, scale: float, targets: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for every way in which an adapter is not one of this rank, scale and projections.
+
+    Args:
+        config: of adapter_config.json.
+        rank: of --lora-rank.
+        scale: what the flags multiply B A by.
+        targets: HF's names of the projections that the flags train.
+    """
+    theirs, alpha = config.get("r") or 0, config.get("lora_alpha") or 0
+    divisor = math.sqrt(theirs) if config.get("use_rslora") else theirs
+    if theirs != rank:
+        yield f"the adapter has rank {theirs}; give --lora-rank {theirs}."
+    elif not math.isclose(alpha / divisor, scale):
+        rslora = " --lora-use-rslora" if config.get("use_rslora") else ""
+        yield f"the adapter is multiplied by {alpha / divisor:g}; give --lora-alpha {alpha}{rslora}."
+    named = config.get("target_modules") or ()
+    if named != "all-linear" and set(named) != set(targets):
+        yield f"the adapter is of {', '.join(sorted(named))}; give --lora-target-modules {' '.join(sorted(named))}."
+    odd = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern")
+    for name in [
+        *(name for name in odd if config.get(name)),
+        *(["bias"] if config.get("bias", "none") != "none" else []),
+    ]:
+        yield f"{name} {config[name]} of its adapter_config.json is not built; take an adapter without it."

@@ -69,6 +69,9 @@ OURS = {
     "--list-unsupported": "a question",
     "--log-eval-samples": "samples of an evaluation",
     "--lora-alpha": "LoRA",
+    **dict.fromkeys(
+        ("--lora-adapter-path", "--lora-dropout", "--lora-exclude-modules", "--lora-init", "--lora-use-rslora"), "LoRA"
+    ),
     "--lora-rank": "LoRA",
     "--lora-serve": "LoRA",
     "--lora-target-modules": "LoRA",

@@ -64,10 +64,42 @@ def write_start(actor: Any, records: list[Any], out: Path) -> None:
     save_adapter(actor.args, actor.state.model, out)
 
 
+class LinearExperts(torch.nn.ModuleList):
+    """HF's experts as linear layers, one by one: PEFT gives no adapters to tensors of three dimensions."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        for gate_up, down in zip(experts.gate_up_proj.detach(), experts.down_proj.detach(), strict=True):
+            weights = {"gate_proj": gate_up.chunk(2)[0], "up_proj": gate_up.chunk(2)[1], "down_proj": down}
+            expert = torch.nn.Module()
+            for name, weight in weights.items():
+                linear = torch.nn.Linear(*reversed(weight.shape), bias=False)
+                linear.weight = torch.nn.Parameter(weight.clone())
+                expert.add_module(name, linear)
+            self.append(expert)
+
+    def forward(self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        outputs = [e.down_proj(torch.nn.functional.silu(e.gate_proj(rows)) * e.up_proj(rows)) for e in self]
+        shares = torch.nn.functional.one_hot(chosen, len(self)) * weights[..., None]
+        return torch.einsum("ebh,bke->bh", torch.stack(outputs), shares.to(rows.dtype))
+
+
+def load_base(path: Path) -> torch.nn.Module:
+    """The HF model; experts have linear layers of their own."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.experts = LinearExperts(layer.mlp.experts)
+            model.config.model_type = "linear_experts"  # PEFT has rules of its own for those it knows
+    return model
+
+
 def peft_model(hf_path: Path, adapter: Path, *, is_trainable: bool = False) -> Any:
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(load_hf(hf_path), str(adapter), is_trainable=is_trainable)
+    return PeftModel.from_pretrained(load_base(hf_path), str(adapter), is_trainable=is_trainable)
 
 
 def peft_steps(hf_path: Path, adapter: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
@@ -133,6 +165,8 @@ LAYOUTS = {
     "TP 2": ("--tensor-model-parallel-size 2", 1, {"max_tokens_per_gpu": 40}),
     "TP 2 with sequence parallelism": ("--tensor-model-parallel-size 2 --sequence-parallel", 1, {}),
     "some projections": ("--tensor-model-parallel-size 2 --sequence-parallel", 1, {"lora_target_modules": SOME}),
+    "PP 2": ("--pipeline-model-parallel-size 2", 1, {"max_tokens_per_gpu": 40}),
+    "CP 2": ("--context-parallel-size 2", 1, {"max_tokens_per_gpu": 40}),
     "DP 2": ("--overlap-grad-reduce --overlap-param-gather", 2, {"max_tokens_per_gpu": 24}),
 }
 
@@ -142,6 +176,33 @@ def test_adapters_are_trained_as_peft_trains_them(hf_path: Path, tmp_path: Path,
     flags, dp_size, changes = LAYOUTS[layout]
     start, log, after = reference(changes.get("lora_target_modules"))
     args = lora_args(hf_path, flags, dp_size=dp_size, **changes)
+    train(args, check_steps, start, log, after, tmp_path / "out", num_rollouts=STEPS, dp_size=dp_size)
+
+
+OTHERS = {
+    "experts": ("qwen3_moe", "", 1, {}),
+    "experts as one product": ("qwen3_moe", "--moe-grouped-gemm", 1, {}),
+    "EP 2": ("qwen3_moe", "--expert-model-parallel-size 2", 2, {}),
+    "EP 2, TP 2": (
+        "qwen3_moe",
+        "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--expert-tensor-parallel-size 1",
+        1,
+        {},
+    ),
+    "ETP 2": ("qwen3_moe", "--tensor-model-parallel-size 2 --sequence-parallel", 1, {}),
+    "latent attention": ("deepseek_v3", "--tensor-model-parallel-size 2 --sequence-parallel", 1, {}),
+}
+
+
+@pytest.mark.parametrize("layout", OTHERS)
+def test_adapters_of_experts_and_of_latent_attention_are_trained_as_peft_trains_them(tmp_path: Path, layout: str):
+    family, flags, dp_size, changes = OTHERS[layout]
+    make_hf_model(tmp_path / "hf", family)
+    start = tmp_path / "start"
+    train(lora_args(tmp_path / "hf", "--expert-model-parallel-size 1", **changes), write_start, start, num_rollouts=0)
+    log, after = peft_steps(tmp_path / "hf", start)
+    args = lora_args(tmp_path / "hf", flags, dp_size=dp_size, **changes)
     train(args, check_steps, start, log, after, tmp_path / "out", num_rollouts=STEPS, dp_size=dp_size)
 
 
@@ -171,6 +232,9 @@ def test_what_is_saved_is_what_peft_loads_and_what_engines_get(hf_path: Path, tm
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
     cut = lora_args(hf_path, "--tensor-model-parallel-size 2", lr=1e-1, **resumed_from(str(tmp_path / "ckpt")))
     train(cut, check_loaded, saved / "adapter", tmp_path / "cut", num_rollouts=0)
+
+    begun = lora_args(hf_path, "--pipeline-model-parallel-size 2", lora_adapter_path=str(saved / "adapter"))
+    train(begun, check_loaded, saved / "adapter", tmp_path / "begun", num_rollouts=0)
 
     make_hf_model(tmp_path / "other", hidden_act="silu", initializer_range=0.5)
     other = load_hf(tmp_path / "other")

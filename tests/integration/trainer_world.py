@@ -92,11 +92,11 @@ def make_train_data() -> dict[str, Any]:
 def train(
     args: argparse.Namespace, check: Callable[..., None], *more: Any, num_rollouts: int = 1, dp_size: int = 1
 ) -> None:
-    """Train `num_rollouts` times on one rollout in a world of TP x DP ranks, then check(actor, records, *more)."""
+    """Train `num_rollouts` times on one rollout in a world of all ranks, then check(actor, records, *more)."""
     from slime.ray.rollout.shares import split_train_data
 
-    shares = split_train_data(args, make_train_data(), {"dp_size": dp_size, "cp_size": 1})
-    run_world(dp_size * args.tensor_model_parallel_size, _rank, args, shares, num_rollouts, check, more)
+    shares = split_train_data(args, make_train_data(), {"dp_size": dp_size, "cp_size": args.context_parallel_size})
+    run_world(dp_size * model_size(args), _rank, args, shares, num_rollouts, check, more)
 
 
 def train_and_save(actor: Any, records: list[Any], out: Path) -> None:

@@ -41,17 +41,22 @@ REFUSED = {
     "--lora-rank 0": "--lora-rank 0",
     "--lora-rank 8 --lora-alpha 0": "--lora-alpha 0: adapters are multiplied by alpha / rank, so it must be above 0",
     "--lora-rank 8 --lora-alpha -4": "--lora-alpha -4: adapters",
-    "--lora-rank 8 --lora-target-modules lm_head": "lm_head",
+    "--lora-rank 8 --lora-target-modules lm_head": "--lora-target-modules lm_head: the model has no such projection; "
+    "it has q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.",
+    "--lora-rank 8 --lora-exclude-modules router": "--lora-exclude-modules router: the model has no such",
+    "--lora-rank 8 --lora-exclude-modules k_proj": "--lora-exclude-modules k_proj lacks k_proj: q_proj, k_proj",
+    "--lora-rank 8 --lora-exclude-modules q_proj k_proj v_proj o_proj gate_proj up_proj down_proj": "leaves no",
+    "--lora-rank 8 --lora-dropout 1": "--lora-dropout 1",
+    "--lora-rank 8 --lora-init pissa": "--lora-init",
+    "--lora-rank 8 --lora-adapter-path nowhere": "give a PEFT directory",
+    "--lora-dropout 0.1": "--lora-dropout",
     "--lora-rank 8 --lora-target-modules q_proj v_proj": "lacks k_proj: q_proj, k_proj, v_proj are one weight",
     "--lora-rank 8 --lora-target-modules up_proj": "lacks gate_proj",
     "--lora-rank 8 --advantage-estimator ppo": "a critic's adapters are not built",
     "--lora-rank 8 --freeze-params-name-list mlp": "--freeze-params-name-list does not go with --lora-rank 8",
     "--lora-rank 8 --only-train-params-name-list mlp": "--only-train-params-name-list does not go with --lora-rank 8",
-    "--lora-rank 8 --context-parallel-size 2 --actor-num-gpus-per-node 2": "--context-parallel-size 2 is not",
-    "--lora-rank 8 --pipeline-model-parallel-size 2 --actor-num-gpus-per-node 2": "--pipeline-model-parallel-size 2",
     "--lora-rank 8 --update-weight-mode delta --update-weight-transport disk": "--update-weight-mode delta does not",
     "--lora-rank 8 --transformer-impl transformer_engine": "use --transformer-impl local",
-    "--lora-rank 8 --num-experts 4 --moe-ffn-hidden-size 32": "--num-experts does not go with --lora-rank 8",
     "--lora-rank 8 --mtp-num-layers 1": "--mtp-num-layers does not go with --lora-rank 8",
     "--lora-rank 8 --sglang-max-lora-rank 4": "--lora-rank 8 is over --sglang-max-lora-rank 4",
     "--lora-rank 8 --sglang-max-loras-per-batch 1": "takes one of these places; give 2 or more",
@@ -79,7 +84,7 @@ def saved(root: Path, **adapters: Any) -> None:
 
 
 def test_a_checkpoint_of_adapters_asks_for_their_flags(check: Check, tmp_path: Path) -> None:
-    saved(tmp_path / "ckpt", rank=4, alpha=8.0, target_modules=ALL)
+    saved(tmp_path / "ckpt", rank=4, alpha=8.0, target_modules=ALL, use_rslora=False, has_experts=False)
     assert not check("--load ckpt --lora-rank 4").problems.all()
     (problem,) = check("--load ckpt").problems.all()
     assert problem == (
@@ -119,7 +124,7 @@ def test_a_family_with_other_projections_is_refused(check: Check, tmp_path: Path
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"model_type": "glm4"}))
     problems = check("--lora-rank 8").problems.all()
-    assert any("a glm4 model has no gate_proj up_proj (gate_up_proj in their place)" in text for text in problems)
+    assert any("the model has gate_proj and up_proj as one gate_up_proj" in text for text in problems)
 
 
 @pytest.mark.parametrize(
@@ -146,3 +151,28 @@ def test_engines_that_serve_adapters_get_room_for_them_and_keep_their_prefixes(c
     assert server("--lora-rank 8", releases_memory=True)["enable_weights_cpu_backup"] is True
     assert "enable_lora" not in server("--lora-rank 8 --lora-serve merged")
     assert "enable_lora" not in server("--lora-rank 8", takes_weights=False), "a judge has none"
+
+
+def test_rank_stabilised_adapters_are_scaled_by_the_root_of_the_rank(check: Check) -> None:
+    plan = plan_of(check, "--lora-rank 16 --lora-alpha 8 --lora-use-rslora --lora-exclude-modules o_proj")
+    assert plan.scale == 8 / 16**0.5 and "o_proj" not in plan.target_modules
+
+
+def test_an_adapter_of_other_flags_or_another_base_is_refused(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "peft").mkdir()
+    fitting = {"r": 8, "lora_alpha": 16, "target_modules": ALL, "base_model_name_or_path": "maker/HF"}
+
+    def problems(**changes: Any) -> list[str]:
+        (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(fitting | changes))
+        return check("--lora-rank 8 --lora-adapter-path peft").problems.all()
+
+    assert not problems()
+    wrong = {
+        "r": (4, "has rank 4; give --lora-rank 4"),
+        "lora_alpha": (32, "is multiplied by 4; give --lora-alpha 32"),
+        "target_modules": (["q_proj"], "give --lora-target-modules q_proj"),
+        "use_dora": (True, "use_dora True of its adapter_config.json is not built"),
+        "base_model_name_or_path": ("maker/Other", "holds an adapter of maker/Other, and the base is"),
+    }
+    for name, (value, text) in wrong.items():
+        assert any(text in problem for problem in problems(**{name: value})), name

@@ -223,10 +223,14 @@ def test_actor_and_critic_take_turns_on_a_gpu():
 
 def test_lora_trains_adapters_alone():
     plain, lora = cuda_plan().trainer_memory.stages[0], cuda_plan(lora_rank=16).trainer_memory.stages[0]
-    widths = (2560 + (32 + 8 + 8) * 128) + (32 * 128 + 2560) + (2560 + 2 * 9728) + (9728 + 2560)
-    adapters = 36 * 16 * widths
+    heads = 32 * 128, 8 * 128, 8 * 128
+    cut = sum(heads) + 32 * 128 + 3 * 9728  # what TP cuts: outputs of q, k, v, gate and up, inputs of o and down
+    whole = 7 * 2560  # the other side of each
+    adapters = 36 * 16 * (cut + whole)
     assert lora.trained_params == adapters and lora.params == plain.params + adapters
     assert lora.gradients == 2 * adapters and lora.optimizer == 12 * adapters / 8
+    halved = cuda_plan(lora_rank=16, tensor_model_parallel_size=2).trainer_memory.stages[0]
+    assert halved.trained_params == 36 * 16 * (cut // 2 + whole)
 
 
 def test_a_rollout_only_run_has_no_trainer():

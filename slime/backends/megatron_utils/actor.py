@@ -27,7 +27,7 @@ from slime.backends.megatron_utils.checkpoint.iterations import (
 )
 from slime.backends.megatron_utils.data import Packing
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-from slime.backends.megatron_utils.layers.lora import ADAPTER_DIR, save_adapter
+from slime.backends.megatron_utils.layers.lora import ADAPTER_DIR, load_adapter, save_adapter
 from slime.backends.megatron_utils.layers.value_head import is_value_model
 from slime.backends.megatron_utils.model.model_weights import is_of_adapter, named_tensors
 from slime.backends.megatron_utils.model.setup import TrainState, setup_model_and_optimizer
@@ -125,7 +125,8 @@ class MegatronBackend(Backend):
 
     def load(self, source: CheckpointSource) -> int | None:
         args, state, iteration = self.args, self.state, None
-        if args.lora_rank is not None and saved_plan(source.path, source.step) is not None:
+        has_adapters = args.lora_rank is not None and saved_plan(source.path, source.step) is not None
+        if has_adapters:
             self.load(CheckpointSource(base_of(args), args.ref_ckpt_step, False, False))
         if classify_checkpoint(source.path) == "megatron":
             iteration = load_checkpoint(
@@ -133,6 +134,10 @@ class MegatronBackend(Backend):
             )
         else:
             load_hf_weights(args, state.model, source.path)
+        if source.is_start and args.lora_adapter_path is not None and not has_adapters:
+            load_adapter(args, state.model, args.lora_adapter_path)
+            state.optimizer.reload_model_params()
+        elif classify_checkpoint(source.path) != "megatron":
             state.optimizer.reload_model_params()  # its fp32 copies are still those of the initial weights
         logger.info("loaded %s (iteration %s)", source.path, iteration)
         return iteration

@@ -363,9 +363,8 @@ class ModelPartFlags:
     )
     lora_target_modules: list[str] | None = flag(
         None,
-        "projections that get adapters (default all-linear: all of a decoder layer)",
+        "HF's names of the projections that get adapters (default all-linear: all of a decoder layer)",
         nargs="+",
-        choices=("all-linear", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         needs="lora_rank",
     )
     lora_serve: str = flag(
@@ -373,4 +372,17 @@ class ModelPartFlags:
         "adapter: engines hold the model and get the adapter of each version; merged: they get whole weights",
         choices=("adapter", "merged"),
         needs="lora_rank",
+    )
+    lora_exclude_modules: list[str] | None = flag(
+        None, "projections without adapters; experts stands for those of routed experts", nargs="+", needs="lora_rank"
+    )
+    lora_dropout: float = flag(
+        0.0, "share of an adapter's inputs that training leaves out", at_least=0, at_most=0.9, needs="lora_rank"
+    )
+    lora_init: str = flag(
+        "default", "how A is drawn; B starts at 0", choices=("default", "gaussian"), needs="lora_rank"
+    )
+    lora_use_rslora: bool = flag(False, "multiply by alpha / sqrt(rank), not alpha / rank", needs="lora_rank")
+    lora_adapter_path: str | None = flag(
+        None, "PEFT directory whose adapter training starts from (a run that resumes has its own)", needs="lora_rank"
     )

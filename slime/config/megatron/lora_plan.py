@@ -8,8 +8,9 @@ JSON files; slime.backends.megatron_utils.layers.lora builds the adapters.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,17 @@ from slime.config.args import Args
 from slime.config.megatron.derived import query_groups
 from slime.config.megatron.flag_classes import option_of
 from slime.config.problems import Check, Rule, broken, for_each, plain_option
-from slime.models.families import family_of_args
+from slime.models.families import projections_of
 from slime.utils.errors import UsageError
 from slime.utils.misc import needed
+from slime.weights.adapters import adapter_differences
 from slime.weights.formats import format_of_checkpoint
 
-PROJECTIONS = {
-    "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "self_attention.linear_proj": ("o_proj",),
-    "mlp.linear_fc1": ("gate_proj", "up_proj"),
-    "mlp.linear_fc2": ("down_proj",),
-}
-"""Megatron's linear layers of a decoder layer -> the projections of HF and PEFT that each holds, in their order."""
 ALL_LINEAR = "all-linear"
 ADAPTER = "adapter"
 """A value of --lora-serve."""
-TARGETS = (ALL_LINEAR, *(name for names in PROJECTIONS.values() for name in names))
+EXPERTS = "experts"
+"""Of --lora-exclude-modules: the routed experts, whatever their projections are called."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +39,18 @@ class LoraPlan:
     Attributes:
         rank: of every adapter.
         alpha: the product B A is multiplied by alpha / rank.
-        target_modules: names of HF's projections, in their order in a layer.
+        projections: Megatron's linear layers with adapters -> HF's names of the projections that each holds.
+        use_rslora: it is multiplied by alpha / sqrt(rank) (arXiv 2312.03732).
+        dropout: share of an adapter's inputs that a training pass leaves out.
+        init: how A is drawn: "default" (Kaiming, uniform) or "gaussian"; both as PEFT does.
     """
 
     rank: int
     alpha: float
-    target_modules: tuple[str, ...]
+    projections: Mapping[str, tuple[str, ...]]
+    use_rslora: bool = False
+    dropout: float = 0.0
+    init: str = "default"
 
     @classmethod
     def of(cls, args: Args) -> LoraPlan | None:
@@ -56,24 +58,46 @@ class LoraPlan:
         if vars(args).get("lora_rank") is None:
             return None
         assert args.lora_rank is not None
-        given = args.lora_target_modules or [ALL_LINEAR]
-        targets = tuple(name for name in TARGETS[1:] if name in given or ALL_LINEAR in given)
+        given, excluded = args.lora_target_modules or [ALL_LINEAR], args.lora_exclude_modules or ()
+        projections = {
+            linear: names
+            for linear, names in projections_of(args).items()
+            if any(name in given or ALL_LINEAR in given for name in names)
+            and not any(name in excluded for name in names)
+            and not (EXPERTS in excluded and "{e}" in linear)
+        }
         alpha = 2.0 * args.lora_rank if args.lora_alpha is None else args.lora_alpha
-        return cls(args.lora_rank, alpha, targets)
+        return cls(args.lora_rank, alpha, projections, args.lora_use_rslora, args.lora_dropout, args.lora_init)
 
     @property
     def scale(self) -> float:
         """Factor of the product B A."""
-        return self.alpha / self.rank
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
     @property
     def linears(self) -> list[str]:
         """Megatron's linear layers of a decoder layer that get adapters."""
-        return [linear for linear, names in PROJECTIONS.items() if names[0] in self.target_modules]
+        return list(self.projections)
+
+    @property
+    def target_modules(self) -> list[str]:
+        """HF's names of the projections, in their order in a layer."""
+        return list(dict.fromkeys(name for names in self.projections.values() for name in names))
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether routed experts have adapters."""
+        return any("{e}" in linear for linear in self.projections)
 
     def as_json(self) -> dict[str, Any]:
         """What a checkpoint of these adapters says of them."""
-        return asdict(self) | {"target_modules": list(self.target_modules)}
+        return {
+            "rank": self.rank,
+            "alpha": self.alpha,
+            "target_modules": self.target_modules,
+            "use_rslora": self.use_rslora,
+            "has_experts": self.has_experts,
+        }
 
 
 def served_plan(args: Args) -> LoraPlan | None:
@@ -108,11 +132,12 @@ def plan_in(directory: Path) -> dict[str, Any] | None:
     return saved.get("lora")
 
 
+_NO_PLAN = LoraPlan(0, 0.0, {})
+
+
 # ---- what cannot work
 
 _UNPROVEN = {
-    "num_moe_experts": "adapters are built for dense layers so far",
-    "multi_latent_attention": "adapters are built for Megatron's grouped attention so far",
     "experimental_attention_variant": "adapters are built for Megatron's grouped attention so far",
     "attention_output_gate": "adapters are built for attention without a gate so far",
     "spec": "adapters are built for slime's own layers",
@@ -126,42 +151,68 @@ _UNPROVEN = {
     "opd_teacher_load": "the trainer's teacher would take the place of the base; use --opd-type sglang",
 }
 """Attribute -> why it does not go with --lora-rank."""
-_LAYOUT = ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
 
 
 def _check_targets(args: Args) -> Iterator[str]:
-    """Projections that are one weight in Megatron and in SGLang get adapters together."""
-    given = args.lora_target_modules or []
-    for names in PROJECTIONS.values():
-        missing = [name for name in names if name not in given]
-        if ALL_LINEAR not in given and 0 < len(missing) < len(names):
+    """All names are projections of the model; those that are one weight in trainer and engine go together."""
+    known = projections_of(args)
+    names = [*dict.fromkeys(name for parts in known.values() for name in parts)]
+    if not args.hf_checkpoint or not args.num_layers:
+        return
+    given, excluded = args.lora_target_modules or [ALL_LINEAR], args.lora_exclude_modules or []
+    more = {"--lora-target-modules": [ALL_LINEAR], "--lora-exclude-modules": [EXPERTS]}
+    for flag, values in zip(more, (given, excluded), strict=True):
+        for value in values:
+            if value not in (*names, *more[flag]):
+                yield f"{flag} {value}: the model has no such projection; it has {', '.join(names) or 'none'}."
+    taken = [name for name in names if (name in given or ALL_LINEAR in given) and name not in excluded]
+    for parts in dict.fromkeys(known.values()):
+        missing = [name for name in parts if name not in taken]
+        if 0 < len(missing) < len(parts):
+            is_excluded = ALL_LINEAR in given or not set(missing) - set(excluded)
+            named = " ".join(excluded if is_excluded else given)
+            flag = f"--lora-{'exclude' if is_excluded else 'target'}-modules {named}"
             yield (
-                f"--lora-target-modules {' '.join(given)} lacks {' and '.join(missing)}: {', '.join(names)} are one "
-                "weight in trainer and engine; name all of them, or none."
+                f"{flag} lacks {' and '.join(missing)}: {', '.join(parts)} are one weight in trainer and engine; name "
+                "all of them, or none."
             )
+    if names and not taken:
+        yield f"--lora-exclude-modules {' '.join(excluded)} leaves no projection to train; name fewer."
 
 
 def _check_family(args: Args) -> Iterator[str]:
-    """The model's HF tensors are those that PEFT's names stand for."""
-    plan = LoraPlan.of(args)
-    if plan is None or not args.hf_checkpoint or not args.num_layers:
+    """A model whose MLP is one projection in HF has none that adapters are built for."""
+    known = projections_of(args)
+    takes_all = ALL_LINEAR in (args.lora_target_modules or [ALL_LINEAR])
+    if args.hf_checkpoint and known and takes_all and not any(linear.endswith("fc1") for linear in known):
+        yield (
+            f"--lora-rank {args.lora_rank}: the model has gate_proj and up_proj as one gate_up_proj, for which no "
+            "adapters are built; name its other projections with --lora-target-modules, or train all weights."
+        )
+
+
+def _check_adapter_path(args: Args) -> Iterator[str]:
+    """--lora-adapter-path is a PEFT directory with adapters of these flags, over this base."""
+    if args.lora_adapter_path is None:
         return
+    file, plan = Path(args.lora_adapter_path) / "adapter_config.json", LoraPlan.of(args)
     try:
-        family = family_of_args(args)
-    except (UsageError, OSError, ValueError):
-        return  # said elsewhere
-    for linear in plan.linears:
-        name = f"decoder.layers.0.{linear}.weight"
-        try:
-            found = tuple(hf.split(".")[-2] for hf in family.find(name, args.num_layers)[1])
-        except KeyError:
-            found = ()
-        if found != PROJECTIONS[linear]:
-            yield (
-                f"--lora-rank {args.lora_rank}: a {family.model_type} model has no {' '.join(PROJECTIONS[linear])} "
-                f"({' '.join(found) or 'nothing'} in their place), for which adapters are built; name other "
-                "--lora-target-modules, or train all weights."
-            )
+        saved = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        yield f"--lora-adapter-path {args.lora_adapter_path}: {file} cannot be read ({error}); give a PEFT directory."
+        return
+    assert plan is not None
+    yield from (
+        f"--lora-adapter-path {args.lora_adapter_path}: {text}"
+        for text in adapter_differences(saved, plan.rank, plan.scale, plan.target_modules)
+    )
+    base = saved.get("base_model_name_or_path")
+    ours = {Path(str(path)).name.lower() for path in (base_of(args), args.hf_checkpoint) if path}
+    if base and Path(base).name.lower() not in ours:
+        yield (
+            f"--lora-adapter-path {args.lora_adapter_path} holds an adapter of {base}, and the base is "
+            f"{base_of(args)}; give its base as --hf-checkpoint, or name ours in {file} if both are the same model."
+        )
 
 
 def _is_quantized(args: Args) -> bool:
@@ -238,14 +289,6 @@ LORA: tuple[Check, ...] = (
             "of the two out."
         ),
     ),
-    for_each(
-        lambda a: _LAYOUT,
-        lambda a, name: (vars(a)[name] or 1) > 1,
-        lambda a, name: (
-            f"{option_of(name)} {vars(a)[name]} is not supported yet with --lora-rank {a.lora_rank}; use tensor and "
-            "data parallelism."
-        ),
-    ),
     Rule(
         lambda a: a.lora_alpha is not None and a.lora_alpha <= 0,
         "--lora-alpha {lora_alpha:g}: adapters are multiplied by alpha / rank, so it must be above 0; leave it out "
@@ -267,14 +310,40 @@ LORA: tuple[Check, ...] = (
         "such weights are lost in their rounding; take the bf16 model.",
     ),
     Rule(
-        lambda a: query_groups(a) % a.tensor_model_parallel_size,
+        lambda a: not a.multi_latent_attention and query_groups(a) % a.tensor_model_parallel_size,
         lambda a: (
             f"--tensor-model-parallel-size {a.tensor_model_parallel_size} with --lora-rank {a.lora_rank}: the "
             f"{query_groups(a)} query groups have to be divided by it; use fewer ranks."
         ),
     ),
+    Rule(
+        lambda a: a.lora_dropout and (plan := LoraPlan.of(a)) and plan.has_experts,
+        "--lora-dropout {lora_dropout:g} does not go with adapters of experts: ranks would draw different masks for "
+        "one token; add --lora-exclude-modules experts, or leave it out.",
+    ),
+    Rule(
+        lambda a: (
+            (a.expert_tensor_parallel_size or 1) > 1
+            and a.expert_tensor_parallel_size != a.tensor_model_parallel_size
+            and (plan := LoraPlan.of(a))
+            and plan.has_experts
+        ),
+        "--expert-tensor-parallel-size {expert_tensor_parallel_size} with --tensor-model-parallel-size "
+        "{tensor_model_parallel_size} and adapters of experts: Megatron would count gradients twice in the norm; "
+        "give 1, or the same size, or --lora-exclude-modules experts.",
+    ),
+    Rule(
+        lambda a: (
+            a.lora_serve == ADAPTER
+            and (a.multi_latent_attention or a.num_moe_experts)
+            and any(a.multi_latent_attention or "mlp." in linear for linear in (LoraPlan.of(a) or _NO_PLAN).linears)
+        ),
+        "--lora-serve adapter is not proven for latent attention, nor for MLPs of a model with experts; use "
+        "--lora-serve merged (or, of a model with experts, --lora-target-modules q_proj k_proj v_proj o_proj).",
+    ),
     _check_targets,
     _check_family,
+    _check_adapter_path,
 )
 
 

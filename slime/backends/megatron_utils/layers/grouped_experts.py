@@ -61,19 +61,35 @@ class GroupedExperts(SequentialMLP):
         offsets = to_device(torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32), rows.device)
         fused = self.config.gradient_accumulation_fusion
         linear: Callable[..., torch.Tensor] = partial(_GroupedLinear.apply, self._product, counts, offsets, fused)
-        hidden = linear(rows, *(expert.linear_fc1.weight for expert in self.local_experts))
+        fc1, fc2 = (
+            [expert.get_submodule(name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")
+        )
+        hidden = _with_adapters(linear(rows, *(layer.weight for layer in fc1)), rows, fc1, linear)
         activate, checkpoint = partial(_activation, self.config), CheckpointWithoutOutput(fp8=None)
         recomputes = self._recomputes_activation and torch.is_grad_enabled()
         weights = () if self._weighs_last else (permuted_probs,)
         activated = checkpoint.checkpoint(activate, hidden, *weights) if recomputes else None
         if activated is None:
             activated = activate(hidden, *weights)
-        output = linear(activated, *(expert.linear_fc2.weight for expert in self.local_experts))
+        output = _with_adapters(linear(activated, *(layer.weight for layer in fc2)), activated, fc2, linear)
         if recomputes:
             checkpoint.discard_output_and_register_recompute(output)
         if self._weighs_last:
             output = (output * permuted_probs.unsqueeze(-1)).to(output.dtype)
         return output, None
+
+
+def _with_adapters(
+    output: torch.Tensor, rows: torch.Tensor, layers: Sequence[Any], linear: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """Add what LoRA adapters of the experts' layers, if any, make of the rows [T, in] to the output [T, out]."""
+    if not hasattr(layers[0], "lora"):
+        return output
+    adapters = [layer.lora for layer in layers]
+    low = linear(rows, *(adapter.whole_a() for adapter in adapters)).split(adapters[0].rank, -1)
+    of_projections = zip(*(adapter.whole_b() for adapter in adapters), strict=True)
+    added = torch.cat([linear(part, *bs) for part, bs in zip(low, of_projections, strict=True)], -1)
+    return output + added * adapters[0].scale
 
 
 class _LastFirst(torch.nn.ModuleList):

@@ -10,6 +10,9 @@ rows; a row-parallel one a share of A's columns and all of B. Only [tokens, rank
 | row | sum of U | nothing | whole on every rank |
 | row, sequence parallel | reduce-scatter U | gather dU | of B: of a rank's tokens, summed by Megatron |
 
+Experts have adapters of their own. Their tokens are gathered, and their outputs summed, by Megatron's dispatcher, so
+that adapters cut over expert tensor parallelism sum the gradient of the half that is not cut, not tokens.
+
 One Megatron weight holds several projections of HF (q, k, v; gate, up). Each has its own A and B, as PEFT trains them.
 Names of the base's parameters do not change: the module gets another class and a child, `lora`.
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,17 +34,27 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
+    get_cuda_rng_tracker,
     mappings,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
-from slime.backends.megatron_utils.model.model_weights import ADAPTER, is_of_adapter, iter_weights
+from slime.backends.megatron_utils.model.model_weights import (
+    ADAPTER,
+    is_of_adapter,
+    is_tied_copy,
+    iter_weights,
+    num_copies,
+)
 from slime.backends.megatron_utils.model_provider import unwrap
+from slime.checkpoints.paths import classify_checkpoint
 from slime.config.args import Args
-from slime.config.megatron.lora_plan import PROJECTIONS, LoraPlan, base_of, plan_in, served_plan
+from slime.config.megatron.lora_plan import LoraPlan, base_of, plan_in, served_plan
 from slime.models.families import family_of_args
+from slime.utils.distributed_utils import gathered, get_gloo_group
 from slime.utils.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -75,25 +89,34 @@ class Adapter(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.projections, self.rank, self.scale, self.groups = tuple(projections), plan.rank, plan.scale, groups
-        self.is_row = isinstance(base, RowParallelLinear)
-        self.sequence_parallel: bool = base.config.sequence_parallel
+        self.dropout, self.draws_gaussian = plan.dropout, plan.init == "gaussian"
+        self.is_row, self.is_expert = isinstance(base, RowParallelLinear), bool(base.is_expert)
+        self.sequence_parallel: bool = base.config.sequence_parallel and not self.is_expert
         self.group: dist.ProcessGroup = base.tp_group
         weight = base.weight
         drawn = [self._drawn(weight.shape[1], f"{seed}/{name}/{projection}") for projection in projections]
         self.lora_A = torch.nn.Parameter(torch.cat(drawn).to(weight))
         self.lora_B = torch.nn.ParameterList(torch.nn.Parameter(weight.new_zeros(rows, plan.rank)) for rows in sizes)
         self._say_how_they_are_cut()
+        for parameter in self.parameters():
+            parameter.allreduce = getattr(weight, "allreduce", True)  # over the ranks that have the same expert
 
     def _drawn(self, columns: int, seed: str) -> torch.Tensor:
-        """This rank's columns of one A [rank, in], which is drawn as PEFT draws it (Kaiming, uniform)."""
+        """This rank's columns of one A [rank, in], which is drawn as PEFT draws it."""
         cuts = self.group.size() if self.is_row else 1
         generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-        whole = torch.empty(self.rank, columns * cuts).uniform_(-1, 1, generator=generator)
-        return whole.chunk(cuts, 1)[self.group.rank() if self.is_row else 0] / math.sqrt(columns * cuts)
+        whole = torch.empty(self.rank, columns * cuts)
+        if self.draws_gaussian:
+            whole.normal_(0, 1 / self.rank, generator=generator)
+        else:
+            whole.uniform_(-1, 1, generator=generator).div_(math.sqrt(columns * cuts))
+        return whole.chunk(cuts, 1)[self.group.rank() if self.is_row else 0]
 
     def _say_how_they_are_cut(self) -> None:
         """Megatron reads it: what is cut counts on every rank in the gradient norm, what is not counts once."""
         cut, whole = ([self.lora_A], [*self.lora_B]) if self.is_row else ([*self.lora_B], [self.lora_A])
+        if self.is_expert and self.group.size() == 1:  # no rank has another's: each counts, as the base's weights do
+            cut, whole = [*cut, *whole], []
         for parameter in cut:
             set_tensor_model_parallel_attributes(parameter, True, self._cut_dim, 1)
         for parameter in whole:
@@ -105,19 +128,46 @@ class Adapter(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s (/ TP), b, in (/ TP)], as the layer gets it -> [s (/ TP), b, out (/ TP)], as it returns."""
-        low = x @ self.lora_A.t()
+        parts = [part @ b.t() for part, b in zip(self._low(x).split(self.rank, -1), self.whole_b(), strict=True)]
+        return self._joined(parts, x.dim() - 1) * self.scale
+
+    def _low(self, x: torch.Tensor) -> torch.Tensor:
+        """A x, of all projections."""
+        if self.dropout and self.training:
+            x = self._thinned(x)
+        low = x @ self.whole_a().t()
+        if self.is_expert:
+            return low
         if self.is_row:
             reduce = mappings.reduce_scatter_to_sequence_parallel_region
-            low = (reduce if self.sequence_parallel else mappings.reduce_from_tensor_model_parallel_region)(
+            return (reduce if self.sequence_parallel else mappings.reduce_from_tensor_model_parallel_region)(
                 low, group=self.group
             )
-        else:
-            gather = mappings.gather_from_sequence_parallel_region
-            low = (gather if self.sequence_parallel else mappings.copy_to_tensor_model_parallel_region)(
-                low, group=self.group
-            )
-        parts = [part @ b.t() for part, b in zip(low.split(self.rank, -1), self.lora_B, strict=True)]
-        return self._joined(parts, x.dim() - 1) * self.scale
+        gather = mappings.gather_from_sequence_parallel_region
+        return (gather if self.sequence_parallel else mappings.copy_to_tensor_model_parallel_region)(
+            low, group=self.group
+        )
+
+    def _thinned(self, x: torch.Tensor) -> torch.Tensor:
+        """Dropout; ranks that have the same inputs draw the same mask."""
+        if self.is_row or self.sequence_parallel:
+            with get_cuda_rng_tracker().fork():
+                return torch.nn.functional.dropout(x, self.dropout)
+        return torch.nn.functional.dropout(x, self.dropout)
+
+    def whole_a(self) -> torch.Tensor:
+        """A of all projections, as the forward pass multiplies with it."""
+        return self.lora_A if self.is_row else self._summed(self.lora_A)
+
+    def whole_b(self) -> list[torch.Tensor]:
+        """B of each projection, as the forward pass multiplies with it."""
+        return [self._summed(b) if self.is_row else b for b in self.lora_B]
+
+    def _summed(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The half that is not cut; an expert's gets its gradient from all ranks that share the expert."""
+        if self.is_expert and self.group.size() > 1:
+            return mappings.copy_to_tensor_model_parallel_region(parameter, group=self.group)
+        return parameter
 
     def _joined(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """Outputs of the projections, along `dim`, in the order of the layer's rows."""
@@ -137,6 +187,23 @@ class Adapter(torch.nn.Module):
         for projection, part, b in zip(self.projections, a.split(self.rank), self.lora_B, strict=True):
             yield projection, part, b.detach() if self.is_row else self._gathered(b)
 
+    @torch.no_grad()
+    def take(self, number: int, a: torch.Tensor, b: torch.Tensor, *, source: str) -> None:
+        """Set this rank's share of one projection's A [rank, in] and B [out, rank].
+
+        Raises:
+            UsageError: they have other shapes.
+        """
+        rank, size = self.group.rank(), self.group.size()
+        shares = [a.chunk(size, 1)[rank], b] if self.is_row else [a, b.chunk(size, 0)[rank]]
+        places = [self.lora_A.split(self.rank)[number], self.lora_B[number]]
+        for share, place in zip(shares, places, strict=True):
+            if share.shape != place.shape:
+                raise UsageError(
+                    f"{source} has A {tuple(a.shape)} and B {tuple(b.shape)}, which do not fit the model."
+                )
+            place.copy_(share)
+
     def _gathered(self, parameter: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(parameter) for _ in range(self.group.size())]
         dist.all_gather(parts, parameter.detach().contiguous(), group=self.group)
@@ -149,7 +216,14 @@ class Adapter(torch.nn.Module):
         cut = ["lora_A"] if self.is_row else [f"lora_B.{number}" for number in range(len(self.projections))]
         tensors = self.state_dict(prefix="", keep_vars=True)
         axes = dict.fromkeys(cut, self._cut_dim)
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(tensors, prefix, axes, sharded_offsets)
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            tensors,
+            prefix,
+            axes,
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
         return found
 
 
@@ -165,7 +239,7 @@ class _WithAdapter:
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         own = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         own = {name: leaf for name, leaf in own.items() if not is_of_adapter(name)}
-        return own | self.lora.sharded_state_dict(f"{prefix}{ADAPTER}.", sharded_offsets)
+        return own | self.lora.sharded_state_dict(f"{prefix}{ADAPTER}.", sharded_offsets, metadata)
 
 
 class _ColumnLinear(_WithAdapter, ColumnParallelLinear):
@@ -194,14 +268,27 @@ def attach_adapters(args: Args, models: Sequence[torch.nn.Module]) -> None:
         )
     for model in models:
         bare = unwrap(model).requires_grad_(False)
-        for layer in bare.decoder.layers:
-            number = layer.layer_number - 1  # Megatron counts from 1
-            for linear in plan.linears:
-                _attach(layer.get_submodule(linear), plan, f"decoder.layers.{number}.{linear}", args.seed)
+        for name, module in _linears(bare, plan):
+            _attach(module, plan, name, args.seed)
+
+
+def _linears(model: torch.nn.Module, plan: LoraPlan) -> Iterator[tuple[str, Any]]:
+    """The linear layers that the plan is about, by their names in the whole model."""
+    bare = unwrap(model)
+    first_expert = 0
+    if plan.has_experts:
+        here = bare.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+        first_expert = here * parallel_state.get_expert_model_parallel_rank()
+    for layer in bare.decoder.layers:
+        for name, module in layer.named_modules():
+            if re.sub(r"(?<=local_experts\.)\d+", "{e}", name) in plan.projections:
+                numbered = re.sub(r"(?<=local_experts\.)\d+", lambda m: str(int(m[0]) + first_expert), name)
+                yield f"decoder.layers.{layer.layer_number - 1}.{numbered}", module  # Megatron counts from 1
 
 
 def _attach(module: Any, plan: LoraPlan, name: str, seed: int) -> None:
-    projections, config = PROJECTIONS[name.split(".", 3)[-1]], module.config
+    linear = re.sub(r"(?<=local_experts\.)\d+", "{e}", name.split(".", 3)[-1])
+    projections, config = plan.projections[linear], module.config
     sizes, groups = [module.weight.shape[0] // len(projections)] * len(projections), 0
     if len(projections) == 3:
         groups = config.num_query_groups // module.tp_group.size()
@@ -233,12 +320,12 @@ def is_base(directory: Path, models: Sequence[torch.nn.Module]) -> bool:
 
 def base_checksum(models: Sequence[torch.nn.Module]) -> float:
     """The sum of the absolute values of all weights under the adapters, whatever the layout (collective)."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    total: Any = 0.0
-    for weight in (weight for model in models for weight in iter_weights(model)):
-        norm = torch.linalg.vector_norm(weight.tensor, 1, dtype=torch.float64)
-        total = total + (norm if weight.partition_dim is not None else norm / group.size())
-    dist.all_reduce(total, group=group)
+    total = torch.zeros(1, dtype=torch.float64)
+    for model in models:
+        for weight in iter_weights(model):
+            if not is_tied_copy(model, weight):
+                total += float(torch.linalg.vector_norm(weight.tensor, 1, dtype=torch.float64)) / num_copies(weight)
+    dist.all_reduce(total, group=get_gloo_group())
     return float(total)
 
 
@@ -284,32 +371,75 @@ def adapter_tensors(args: Args, models: Sequence[torch.nn.Module]) -> dict[str, 
     """PEFT's names -> whole tensors, on every rank (collective); some are those that are trained."""
     plan = LoraPlan.of(args)
     assert plan is not None, "without --lora-rank there are no adapters"
-    family, tensors = family_of_args(args), dict[str, torch.Tensor]()
+    is_split = parallel_state.get_pipeline_model_parallel_world_size() > 1 or (
+        plan.has_experts and parallel_state.get_expert_model_parallel_world_size() > 1
+    )
+    tensors: dict[str, torch.Tensor] = {}
+    for names, adapter in _named_adapters(args, models):
+        for name, (_, a, b) in zip(names, adapter.whole(), strict=True):
+            if not is_split or _is_first_copy(adapter):
+                tensors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+    if not is_split:
+        return tensors
+    on_host = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
+    return {name: tensor for part in gathered(on_host) for name, tensor in part.items()}
+
+
+def load_adapter(args: Args, models: Sequence[torch.nn.Module], directory: str | Path) -> None:
+    """Give the adapters the values of a PEFT directory; all ranks call it.
+
+    Raises:
+        UsageError: a tensor is missing, left over, or of another shape.
+    """
+    file = Path(directory) / "adapter_model.safetensors"
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"--lora-adapter-path: {file} cannot be read ({error}).") from error
+    used: set[str] = set()
+    for names, adapter in _named_adapters(args, models):
+        for number, name in enumerate(names):
+            halves = {half: f"{name}.{half}.weight" for half in ("lora_A", "lora_B")}
+            if missing := [key for key in halves.values() if key not in tensors]:
+                raise UsageError(f"--lora-adapter-path: {file} has no {missing[0]}; it is of another model.")
+            adapter.take(number, *(tensors[key] for key in halves.values()), source=f"{file}: {name}")
+            used.update(halves.values())
+    left = sorted(set(tensors) - set().union(*gathered(used)))
+    if left:
+        raise UsageError(f"--lora-adapter-path: {file} has {left[0]}, which these --lora-* flags do not train.")
+
+
+def _named_adapters(args: Args, models: Sequence[torch.nn.Module]) -> Iterator[tuple[list[str], Adapter]]:
+    """Yield (PEFT's name of each projection, adapter) of the adapters of this rank."""
+    plan, family = LoraPlan.of(args), family_of_args(args)
+    assert plan is not None
     for model in models:
-        for layer in unwrap(model).decoder.layers:
-            for linear in plan.linears:
-                name = f"decoder.layers.{layer.layer_number - 1}.{linear}.weight"
-                hf_names = family.find(name, args.num_layers)[1]
-                adapter: Adapter = layer.get_submodule(linear).lora
-                for hf_name, (_, a, b) in zip(hf_names, adapter.whole(), strict=True):
-                    stem = f"base_model.model.{hf_name.removesuffix('.weight')}"
-                    tensors[f"{stem}.lora_A.weight"] = a
-                    tensors[f"{stem}.lora_B.weight"] = b
-    return tensors
+        for name, module in _linears(model, plan):
+            hf_names = family.find(f"{name}.weight", args.num_layers)[1]
+            yield [f"base_model.model.{hf_name.removesuffix('.weight')}" for hf_name in hf_names], module.lora
+
+
+def _is_first_copy(adapter: Adapter) -> bool:
+    """Whether no rank before this one has the same adapter."""
+    if adapter.is_expert:
+        return parallel_state.get_expert_data_parallel_rank() == 0 and adapter.group.rank() == 0
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0 and adapter.group.rank() == 0
 
 
 def peft_config(args: Args) -> dict[str, Any]:
-    """The adapter_config.json of the run's adapters."""
-    plan = LoraPlan.of(args)
+    """The adapter_config.json of the run's adapters; engines know no rank-stabilised scale, so alpha has it."""
+    plan, base = LoraPlan.of(args), base_of(args)
     assert plan is not None, "without --lora-rank there are no adapters"
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_of(args),
+        "base_model_name_or_path": base if classify_checkpoint(base) != "megatron" else str(args.hf_checkpoint),
         "r": plan.rank,
-        "lora_alpha": plan.alpha,
-        "target_modules": list(plan.target_modules),
-        "lora_dropout": 0.0,
+        "lora_alpha": plan.scale * plan.rank,
+        "target_modules": plan.target_modules,
+        "exclude_modules": None if plan.has_experts or not args.num_moe_experts else r".*\.mlp\.experts\..*",
+        "lora_dropout": plan.dropout,
+        "init_lora_weights": True if plan.init == "default" else plan.init,
         "bias": "none",
         "inference_mode": True,
     }

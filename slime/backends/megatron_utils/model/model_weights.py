@@ -125,6 +125,19 @@ def is_tied_copy(module: torch.nn.Module, weight: Weight) -> bool:
     return bool(getattr(unwrap(module), "share_embeddings_and_output_weights", False))
 
 
+def num_copies(weight: Weight) -> int:
+    """Ranks of a pipeline stage that hold the same part of a weight."""
+    from megatron.core import parallel_state
+
+    if weight.num_experts_here:
+        shared = parallel_state.get_expert_data_parallel_world_size()
+        cuts = parallel_state.get_expert_tensor_parallel_world_size()
+    else:
+        shared = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        cuts = parallel_state.get_tensor_model_parallel_world_size()
+    return int(shared * (1 if weight.partition_dim is not None else cuts))
+
+
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Names on this rank and live tensors of all parameters and of the buffers that are weights."""
     yield from module.named_parameters()
