@@ -57,6 +57,8 @@ REFUSED = {
     "--lora-rank 8 --only-train-params-name-list mlp": "--only-train-params-name-list does not go with --lora-rank 8",
     "--lora-rank 8 --update-weight-mode delta --update-weight-transport disk": "--update-weight-mode delta does not",
     "--lora-rank 8 --transformer-impl transformer_engine": "use --transformer-impl local",
+    "--lora-rank 8 --multi-latent-attention": "--multi-latent-attention does not go with --lora-rank 8",
+    "--lora-rank 8 --num-experts 4": "--lora-serve adapter is not proven for MLPs of a model with experts",
     "--lora-rank 8 --mtp-num-layers 1": "--mtp-num-layers does not go with --lora-rank 8",
     "--lora-rank 8 --sglang-max-lora-rank 4": "--lora-rank 8 is over --sglang-max-lora-rank 4",
     "--lora-rank 8 --sglang-max-loras-per-batch 1": "takes one of these places; give 2 or more",

@@ -139,6 +139,7 @@ _NO_PLAN = LoraPlan(0, 0.0, {})
 
 _UNPROVEN = {
     "experimental_attention_variant": "adapters are built for Megatron's grouped attention so far",
+    "multi_latent_attention": "a step of its adapters is not yet proven equal to PEFT's",
     "attention_output_gate": "adapters are built for attention without a gate so far",
     "spec": "adapters are built for slime's own layers",
     "custom_model_provider_path": "adapters are built for slime's own layers",
@@ -310,7 +311,7 @@ LORA: tuple[Check, ...] = (
         "such weights are lost in their rounding; take the bf16 model.",
     ),
     Rule(
-        lambda a: not a.multi_latent_attention and query_groups(a) % a.tensor_model_parallel_size,
+        lambda a: query_groups(a) % a.tensor_model_parallel_size,
         lambda a: (
             f"--tensor-model-parallel-size {a.tensor_model_parallel_size} with --lora-rank {a.lora_rank}: the "
             f"{query_groups(a)} query groups have to be divided by it; use fewer ranks."
@@ -335,11 +336,11 @@ LORA: tuple[Check, ...] = (
     Rule(
         lambda a: (
             a.lora_serve == ADAPTER
-            and (a.multi_latent_attention or a.num_moe_experts)
-            and any(a.multi_latent_attention or "mlp." in linear for linear in (LoraPlan.of(a) or _NO_PLAN).linears)
+            and a.num_moe_experts
+            and any("mlp." in linear for linear in (LoraPlan.of(a) or _NO_PLAN).linears)
         ),
-        "--lora-serve adapter is not proven for latent attention, nor for MLPs of a model with experts; use "
-        "--lora-serve merged (or, of a model with experts, --lora-target-modules q_proj k_proj v_proj o_proj).",
+        "--lora-serve adapter is not proven for MLPs of a model with experts; use --lora-serve merged, or "
+        "--lora-target-modules q_proj k_proj v_proj o_proj.",
     ),
     _check_targets,
     _check_family,
