@@ -1,6 +1,6 @@
 """Where the time of a colocated weight sync goes, on CPU: a real Megatron model, a real engine, a tiny model.
 
-    python benchmarks/weight_sync.py [--buckets 3] [--layers 28] [--repeat 30] [--rest 6]
+    python benchmarks/weight_sync.py [--buckets 3] [--layers 28] [--repeat 30] [--rest 6] [--lora-rank 32]
 
 Prints medians over the syncs after the first: milliseconds of each stage on the source rank, as wall time and as CPU
 time of its main thread (which other work on the machine disturbs less), CPU time of the engine's processes, and what
@@ -9,6 +9,9 @@ does not depend on the load at all: HTTP requests and torch calls from Python in
     convert    until the iterator has the next buckets   prepare   copy into shared memory, handles
     room       waiting for a slot                        look      samples of what is sent
     finish     waiting for the engine after the last     compare   version and samples of the engine
+
+With --lora-rank the engine serves adapters, and the row is another one: pack (gather, check, copy to the host; before
+the pause), pause, load (shared memory to loaded), continue, and from pause to continue together.
 
 The tensors are tiny: what is measured is the work for each of them, which a GPU does not make faster. Tests use the
 same model and engine; benchmarks/gpu_weight_sync.py measures a GPU.
@@ -36,12 +39,16 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from slime.backends.megatron_utils import initialize  # noqa: E402
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights  # noqa: E402
+from slime.backends.megatron_utils.layers.lora import adapter_tensors, attach_adapters  # noqa: E402
 from slime.backends.megatron_utils.model_provider import get_model_provider_func  # noqa: E402
 from slime.backends.megatron_utils.update_weight import base, bucket_stream, from_tensor  # noqa: E402
+from slime.backends.megatron_utils.update_weight.from_adapters import AdapterUpdater  # noqa: E402
+from slime.config.megatron.lora_plan import TARGETS  # noqa: E402
 from slime.utils import http_utils  # noqa: E402
 from slime.utils.misc import listen_anywhere  # noqa: E402
 from tests.integration.conftest import make_engine  # noqa: E402
 from tests.integration.launch import make_model  # noqa: E402
+from tests.integration.trainer_world import trainer_args  # noqa: E402
 from tests.unit.megatron_fakes import make_args  # noqa: E402
 
 STAGES = {
@@ -111,20 +118,54 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--repeat", type=int, default=30)
     parser.add_argument("--rest", type=float, default=0.0, help="seconds between syncs, as a step of a run has")
+    parser.add_argument("--lora-rank", type=int, help="send adapters of this rank in place of weights")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(Path(folder) / "model", "--layers", options.layers)
-        engine = make_engine(path, Path(folder) / "engine_0.log")
+        engine = make_engine(path, Path(folder) / "engine_0.log", **adapter_room(options.lora_rank))
         engine.start(deadline_s=600)
         try:
-            measure(engine, path, options)
+            (measure_adapters if options.lora_rank else measure)(engine, path, options)
         finally:
             engine.shutdown()
 
 
-def build_model(path: Path) -> tuple[Namespace, list[Any]]:
+def adapter_room(rank: int | None) -> dict[str, Any]:
+    """What an engine is started with that serves adapters."""
+    if rank is None:
+        return {}
+    room: dict[str, Any] = {"max_lora_rank": rank, "lora_target_modules": list(TARGETS[1:]), "max_loras_per_batch": 2}
+    return {"enable_lora": True, "lora_backend": "torch_native", **room}
+
+
+def measure_adapters(engine: Any, path: Path, options: Namespace) -> None:
+    """Sync adapters `repeat` times after one that nobody times, and print the medians."""
+    more = {"lora_rank": options.lora_rank, "sglang_max_lora_rank": None, "output_dir": "", "offload_rollout": False}
+    args, model = build_model(path, **more, load=str(path), update_weight_buffer_size=2**30)
+    attach_adapters(args, model)
+    updater = AdapterUpdater(args, model)
+    updater.connect([engine], engine_sizes=[1])
+    updater.update()
+    rows: dict[str, list[float]] = defaultdict(list)
+    for _ in range(options.repeat):
+        time.sleep(options.rest)
+        found = {name.removeprefix("perf/update_weights_"): value for name, value in updater.update().items()}
+        pack, pause, load = (found[f"{name}_time"] for name in ("pack", "pause", "send"))
+        stages = {"pack": pack, "pause": pause, "load": load, "continue": found["time"] - pack - pause - load}
+        for name, seconds in (stages | {"paused": found["time"] - pack, "sync": found["time"]}).items():
+            rows[name].append(seconds)
+    tensors = adapter_tensors(args, model).values()
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    print(f"adapters: {len(tensors)} tensors, {num_bytes} bytes; {options.repeat} syncs; ms")
+    print(f"{'stage':10}{'median':>8}{'min':>8}{'max':>8}")
+    for name, values in rows.items():
+        print(f"{name:10}" + "".join(f"{1e3 * f(values):8.1f}" for f in (statistics.median, min, max)))
+
+
+def build_model(path: Path, **flags: Any) -> tuple[Namespace, list[Any]]:
     """A world of one rank with the Megatron model of an HF directory, and its flags."""
-    args = make_args(path, check_weight_update_equal=False, update_weight_buffer_size=1)
+    fixed = {"check_weight_update_equal": False, "update_weight_buffer_size": 1}
+    args = trainer_args(path, **fixed | flags) if flags else make_args(path, **fixed)
     torch.set_num_threads(1)
     initialize.init(args, rank=0, world_size=1, master_addr="127.0.0.1", master_port=listen_anywhere("127.0.0.1"))
     model = [get_model_provider_func(args)()]

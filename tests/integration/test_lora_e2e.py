@@ -1,13 +1,17 @@
-"""train.py with --lora-rank: engines generate with what the trainer trained; a second run goes on from adapters."""
+"""train.py with --lora-rank: engines generate with what the trainer trained; a second run goes on from adapters.
+
+Engines serve adapters (--lora-serve adapter, the default); the second run gives them merged weights.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from slime.checkpoints.paths import iteration_dir
-from tests.integration.launch import grpo_flags, make_model, tensors_in, train, write_prompts
+from tests.integration.launch import ROOT, grpo_flags, make_model, tensors_in, train, write_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -30,7 +34,26 @@ def test_engines_follow_the_adapters_and_a_run_resumes_from_them(tmp_path: Path)
     assert changed == {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
     assert (iteration_dir(tmp_path / "ckpt", 2) / "adapter" / "adapter_config.json").is_file()
 
-    second = train(tmp_path / "second", *flags, "--num-rollout", 4)
+    second = train(tmp_path / "second", *flags, "--num-rollout", 4, "--lora-serve", "merged")
     assert [record["train/step"] for record in second.records("train/step")] == [3]
     assert max(second.column("train/train_rollout_logprob_abs_diff")) < 1e-4
     assert second.column("train/kl_loss")[0] > 1e-4, "it goes on from the adapters, against the same reference"
+
+
+def test_an_engine_that_takes_a_lost_ones_place_serves_the_newest_adapter(tmp_path: Path) -> None:
+    run = train(
+        tmp_path / "out",
+        *grpo_flags(make_model(tmp_path / "model"), write_prompts(tmp_path / "prompts.jsonl")),
+        *("--rollout-num-gpus", 2, "--num-rollout", 4, "--lora-rank", 8, "--lr", 2e-2),
+        *("--use-fault-tolerance", "--rollout-health-check-interval", 1, "--rollout-health-check-timeout", 20),
+        *("--rollout-health-check-first-wait", 1, "--custom-rollout-log-function-path"),
+        f"{ROOT}/tests/integration/user_code.py:kill_router_and_engine",
+    )
+    assert run.status == 0
+    assert "takes the place of a lost one" in run.printed
+    gaps = run.column("train/train_rollout_logprob_abs_diff")
+    assert len(gaps) == 4 and max(gaps) < 1e-4, gaps
+    answers = list(json.loads((run.output_dir / "answers.json").read_text()).values())
+    assert [answer["weight_version"] for answer in answers] == ["4", "4"], (
+        "one sync at the start, three after rollouts"
+    )

@@ -64,6 +64,7 @@ REFUSED = {
     "--lora-rank 8 --sglang-max-loras-per-batch 1": "takes one of these places; give 2 or more",
     "--lora-rank 8 --sglang-lora-target-modules q_proj": "the run gives them, as of --lora-target-modules",
     "--lora-rank 8 --sglang-quantization fp8": "--sglang-quantization fp8 does not go with --lora-serve adapter",
+    "--lora-rank 8 --sglang-pp-size 2 --rollout-num-gpus-per-engine 2": "--sglang-pp-size 2 does not go with --lora",
     "--lora-rank 8 --sglang-tokenizer-worker-num 2": "one process of an engine has to know which version is served",
     "--lora-rank 8 --prefill-num-servers 1 --rollout-num-gpus 2": "which could serve two versions",
     "--lora-rank 8 --check-weight-update-equal": "it overwrites the engines' model, which is never sent",

@@ -355,6 +355,7 @@ def _given(args: Args, name: str) -> Any:
 
 _ENGINE_FLAGS = {
     "quantization": "engines would compute the model's product in another type than the trainer's",
+    "pp_size": "an engine of several pipeline stages is not proven with adapters",
     "speculative_algorithm": "drafts would come from the model without the adapter",
     "lora_target_modules": "the run gives them, as of --lora-target-modules",
     "lora_paths": "the run loads its own adapters",
@@ -395,7 +396,7 @@ SERVED: tuple[Check, ...] = (
     ),
     for_each(
         lambda a: _ENGINE_FLAGS,
-        lambda a, name: bool(_given(a, name)),
+        lambda a, name: _given(a, name) not in (None, False, 1),
         lambda a, name: (
             f"--sglang-{name.replace('_', '-')} {_given(a, name)} does not go with --lora-serve adapter: "
             f"{_ENGINE_FLAGS[name]}; leave it out, or give --lora-serve merged."
