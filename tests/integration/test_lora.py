@@ -183,12 +183,6 @@ EXPERTS = {
     "experts": ("", 1, {}),
     "experts as one product": ("--moe-grouped-gemm", 1, {}),
     "EP 2": ("--expert-model-parallel-size 2", 2, {}),
-    "EP 2, TP 2": (
-        "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
-        "--expert-tensor-parallel-size 1",
-        1,
-        {},
-    ),
     "ETP 2": ("--tensor-model-parallel-size 2 --sequence-parallel", 1, {}),
 }
 

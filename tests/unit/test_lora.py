@@ -58,7 +58,6 @@ REFUSED = {
     "--lora-rank 8 --update-weight-mode delta --update-weight-transport disk": "--update-weight-mode delta does not",
     "--lora-rank 8 --transformer-impl transformer_engine": "use --transformer-impl local",
     "--lora-rank 8 --multi-latent-attention": "--multi-latent-attention does not go with --lora-rank 8",
-    "--lora-rank 8 --num-experts 4": "--lora-serve adapter is not proven for MLPs of a model with experts",
     "--lora-rank 8 --mtp-num-layers 1": "--mtp-num-layers does not go with --lora-rank 8",
     "--lora-rank 8 --sglang-max-lora-rank 4": "--lora-rank 8 is over --sglang-max-lora-rank 4",
     "--lora-rank 8 --sglang-max-loras-per-batch 1": "takes one of these places; give 2 or more",
@@ -128,6 +127,17 @@ def test_a_family_with_other_projections_is_refused(check: Check, tmp_path: Path
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"model_type": "glm4"}))
     problems = check("--lora-rank 8").problems.all()
     assert any("the model has gate_proj and up_proj as one gate_up_proj" in text for text in problems)
+
+
+def test_engines_get_adapters_of_experts_merged(check: Check, tmp_path: Path) -> None:
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    config |= {"model_type": "qwen3_moe", "decoder_sparse_step": 1, **experts}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    told = "--lora-serve adapter is not proven for MLPs of a model with experts"
+    assert any(told in text for text in check("--lora-rank 8").problems.all())
+    for more in ("--lora-serve merged", "--lora-target-modules q_proj k_proj v_proj o_proj"):
+        assert not any(told in text for text in check(f"--lora-rank 8 {more}").problems.all())
 
 
 @pytest.mark.parametrize(
