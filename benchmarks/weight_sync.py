@@ -43,7 +43,6 @@ from slime.backends.megatron_utils.layers.lora import adapter_tensors, attach_ad
 from slime.backends.megatron_utils.model_provider import get_model_provider_func  # noqa: E402
 from slime.backends.megatron_utils.update_weight import base, bucket_stream, from_tensor  # noqa: E402
 from slime.backends.megatron_utils.update_weight.from_adapters import AdapterUpdater  # noqa: E402
-from slime.config.megatron.lora_plan import TARGETS  # noqa: E402
 from slime.utils import http_utils  # noqa: E402
 from slime.utils.misc import listen_anywhere  # noqa: E402
 from tests.integration.conftest import make_engine  # noqa: E402
@@ -51,6 +50,7 @@ from tests.integration.launch import make_model  # noqa: E402
 from tests.integration.trainer_world import trainer_args  # noqa: E402
 from tests.unit.megatron_fakes import make_args  # noqa: E402
 
+DENSE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 STAGES = {
     "room": (bucket_stream.BucketStream, "make_room"),
     "look": (base.SyncChecks, "note"),
@@ -134,7 +134,7 @@ def adapter_room(rank: int | None) -> dict[str, Any]:
     """What an engine is started with that serves adapters."""
     if rank is None:
         return {}
-    room: dict[str, Any] = {"max_lora_rank": rank, "lora_target_modules": list(TARGETS[1:]), "max_loras_per_batch": 2}
+    room: dict[str, Any] = {"max_lora_rank": rank, "lora_target_modules": DENSE, "max_loras_per_batch": 2}
     return {"enable_lora": True, "lora_backend": "torch_native", **room}
 
 
