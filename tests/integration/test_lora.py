@@ -179,11 +179,17 @@ def test_adapters_are_trained_as_peft_trains_them(hf_path: Path, tmp_path: Path,
     train(args, check_steps, start, log, after, tmp_path / "out", num_rollouts=STEPS, dp_size=dp_size)
 
 
+EP_2 = "--expert-model-parallel-size 2"
 EXPERTS = {
     "experts": ("", 1, {}),
     "experts as one product": ("--moe-grouped-gemm", 1, {}),
-    "EP 2": ("--expert-model-parallel-size 2", 2, {}),
+    "EP 2": (EP_2, 2, {}),
     "ETP 2": ("--tensor-model-parallel-size 2 --sequence-parallel", 1, {}),
+    "EP 2 with TP 2": (
+        f"{EP_2} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel",
+        1,
+        {},
+    ),
 }
 
 
