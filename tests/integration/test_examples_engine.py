@@ -7,6 +7,7 @@ itself, and what user, tools and searches say lies between them.
 from __future__ import annotations
 
 import string
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from slime.rollout.sampling import generation
 from slime.rollout.sampling.generation import GenerateState
 from slime.utils import async_utils
 from slime.utils.types import Sample
+from tests.integration.conftest import make_engine
 from tests.rollout import test_retool_example as retool
 from tests.rollout import test_search_r1_example as search
 from tests.rollout import test_tau_bench_example as tau
@@ -53,6 +55,15 @@ EXAMPLES: dict[str, tuple[Any, Sample, dict[str, Any], str]] = {
         "",
     ),
 }
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    """A server of its own: other tests change the weights of the shared one."""
+    running = make_engine(tiny_models[0], tmp_path_factory.mktemp("examples") / "engine_0.log")
+    running.start(deadline_s=170)
+    yield running
+    running.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +112,6 @@ def test_an_example_trains_what_the_engine_wrote(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     function, sample, custom, between = EXAMPLES[name]
-    engine.update_weights_from_disk(str(tiny_models[0]), weight_version="1")  # another test may have changed them
     monkeypatch.setattr(tau.shop, "scripted_reply", lambda task, said: "It is 5.")
     monkeypatch.setattr(retool.gen, "postprocess_predictions", lambda text: retool.program("print(1)"))
 
