@@ -116,9 +116,12 @@ class ShopEpisode:
         headers = {"Authorization": f"Bearer {config['user_api_key']}"} if config["user_api_key"] else None
         try:
             answer = await post(url, body, max_retries=3, headers=headers, timeout_s=config["step_timeout_s"])
-            return str(answer["choices"][0]["message"]["content"] or "")
+            said = str(answer["choices"][0]["message"]["content"] or "")
         except (HttpError, KeyError, IndexError, TypeError) as error:
             raise EnvError(f"the user at {url}: {type(error).__name__}: {error}") from error
+        if not said.strip():  # one that only thought, say: the model cannot answer it, and would be graded for it
+            raise EnvError(f"the user at {url} said nothing; max_user_tokens is {config['max_user_tokens']}")
+        return said
 
 
 def _of_user_and_model(messages: list[Message]) -> list[Message]:
@@ -176,10 +179,8 @@ class Tau2Episode:
         if isinstance(action, ToolCall):
             text = json.dumps({"name": action.name, "arguments": action.arguments})
         said, reward, is_done, _, info = await self._in_thread(lambda: self.env.step(text))
-        if is_done and not json.loads(
-            info["simulation_run"]
-        ):  # its thread failed: tau2 itself calls that a reward of 0
-            raise EnvError("tau2's simulation ended without a result; its log says why")
+        if is_done:
+            _check_end(json.loads(info["simulation_run"]))
         role, said = _without_role(said)
         return Step(role or ("tool" if is_call else "user"), said, bool(is_done), float(reward))
 
@@ -195,6 +196,14 @@ class Tau2Episode:
             raise EnvError(f"tau2 took more than {limit:g} s") from error
         except (RuntimeError, ValueError, OSError) as error:
             raise EnvError(f"tau2: {type(error).__name__}: {error}") from error
+
+
+def _check_end(run: dict[str, Any]) -> None:
+    """Raise where not the model but tau2 or its user failed: tau2 itself calls that a reward of 0."""
+    if not run:  # its thread failed
+        raise EnvError("tau2's simulation ended without a result; its log says why")
+    if run.get("termination_reason") == "user_error":
+        raise EnvError("tau2's user wrote an empty or a mixed message")
 
 
 def tau2_task_ids(domain: str, split: str) -> list[str]:

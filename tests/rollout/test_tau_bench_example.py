@@ -165,8 +165,9 @@ def test_a_language_model_plays_the_customer_and_sees_what_was_said_alone(monkey
     assert roles == ["system", "assistant", "user", "assistant", "user"]
 
 
-def test_a_customer_who_does_not_answer_is_no_fault_of_the_model(monkeypatch, user):
-    user.answer = {"error": "busy"}
+@pytest.mark.parametrize("answer", [{"error": "busy"}, {"choices": [{"message": {"content": None}}]}])
+def test_a_customer_who_does_not_answer_is_no_fault_of_the_model(monkeypatch, user, answer):
+    user.answer = answer
     sample, _ = run(monkeypatch, RIGHT, settings=llm_user(user))
     assert (sample.end_reason, sample.reward_is_trusted) == ("env_error", False)
     assert "the user at http" in sample.metadata["tau_error"]
@@ -232,9 +233,10 @@ def test_tau2_is_played_through_the_same_loop(monkeypatch, tau2):
 
 
 def test_a_simulation_of_tau2_that_failed_is_no_reward_of_zero(monkeypatch, tau2):
-    monkeypatch.setattr(Tau2Env, "result", "{}")
-    sample, _ = run(monkeypatch, ["bye"], settings=TAU2, sample=new_sample(0))
-    assert (sample.end_reason, sample.reward_is_trusted) == ("env_error", False)
+    for result in ("{}", '{"termination_reason": "user_error"}'):
+        monkeypatch.setattr(Tau2Env, "result", result)
+        sample, _ = run(monkeypatch, ["bye"], settings=TAU2, sample=new_sample(0))
+        assert (sample.end_reason, sample.reward_is_trusted) == ("env_error", False)
     monkeypatch.setattr(Tau2Env, "reset", lambda self: ("", {}))
     sample, _ = run(monkeypatch, [], settings=TAU2, sample=new_sample(0))
     assert (sample.end_reason, sample.reward_is_trusted, sample.remove_sample) == ("env_error", False, True)
