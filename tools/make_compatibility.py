@@ -20,20 +20,20 @@ sys.path.insert(0, str(ROOT))
 from slime.config.parse import CommandLine  # noqa: E402
 
 DEFAULT_OUTPUT = ROOT / "docs" / "reference" / "compatibility.md"
+# Megatron's shape of the model; FSDP2 reads that of transformers.
+SHAPE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --max-position-embeddings 4096
+    --vocab-size 1024 --swiglu --disable-bias-linear --normalization RMSNorm"""
 BASE = """
-    --accelerator cuda --hf-checkpoint MODEL --num-layers 4 --hidden-size 64 --num-attention-heads 4
-    --ffn-hidden-size 128 --max-position-embeddings 4096 --vocab-size 1024 --swiglu --disable-bias-linear
-    --normalization RMSNorm --prompt-data DATA --rm-type math --label-key label --num-rollout 8 --rollout-batch-size 32
-    --n-samples-per-prompt 8 --global-batch-size 256 --rollout-max-response-len 512 --ref-load REF --save SAVE
-    --save-interval 4"""
+    --accelerator cuda --hf-checkpoint MODEL --prompt-data DATA --rm-type math --label-key label
+    --num-rollout 8 --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256
+    --rollout-max-response-len 512 --ref-load REF --save SAVE --save-interval 4"""
 # Name -> (flags, anchor of the page that explains it).
 FEATURES = {
     "colocated": ("--colocate", "colocated.md"),
-    "async, in flight": ("--rollout-num-gpus 8 --update-weights-in-flight --use-rollout-logprobs", "async.md"),
-    "async, buffer 2": ("--rollout-num-gpus 8 --async-buffer-size 2 --use-rollout-logprobs", "async.md"),
+    "async, in flight": ("--rollout-num-gpus 8 --update-weights-in-flight", "async.md"),
+    "async, buffer 2": ("--rollout-num-gpus 8 --async-buffer-size 2", "async.md"),
     "fully async": (
-        "--rollout-num-gpus 8 --use-rollout-logprobs "
-        "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+        "--rollout-num-gpus 8 --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async",
         "async.md",
     ),
     "PPO": ("--advantage-estimator ppo", "ppo.md"),
@@ -41,6 +41,7 @@ FEATURES = {
     "CISPO": ("--advantage-estimator cispo --eps-clip 1", "algorithms.md"),
     "ReMax": ("--advantage-estimator remax", "algorithms.md"),
     "KL in the loss": ("--use-kl-loss --kl-loss-coef 0.001", "algorithms.md"),
+    "engine's log-probs": ("--use-rollout-logprobs", "off_policy.md"),
     "TIS": ("--use-tis", "off_policy.md"),
     "old actor": ("--keep-old-actor", "off_policy.md"),
     "top-p": ("--rollout-top-p 0.9", "off_policy.md"),
@@ -60,6 +61,7 @@ FEATURES = {
         "--rollout-num-gpus 8 --update-weight-mode delta --update-weight-transport disk --update-weight-disk-dir SYNC",
         "weight_sync.md",
     ),
+    "FSDP2": ("--train-backend fsdp", "backends.md"),
     "optimizer on the CPU": ("--optimizer-cpu-offload", "training_options.md"),
     "async save": ("--async-save", "checkpoints.md"),
     "copies in memory": ("--peer-checkpoint-interval 1", "fault_tolerance.md"),
@@ -71,8 +73,8 @@ HEAD = """# Compatibility: which feature with which
 
 Made by `python tools/make_compatibility.py` from the checks that refuse a command line; do not edit.
 
-**In short:** features that are not named here work together. Each pair below is refused before anything starts, with
-the sentence beside it. `--dry-run` says the same about your own command line.
+**In short:** of the features in the first table, every pair is accepted that the second one does not name. Those are
+refused before anything starts, with the sentence beside them. `--dry-run` says the same about your own command line.
 
 | feature | flags |
 |---|---|
@@ -82,12 +84,13 @@ the sentence beside it. `--dry-run` says the same about your own command line.
 def refusals(command_line: CommandLine, *features: str) -> set[str]:
     """Return the sentences that refuse these features together."""
     words = [word for name in features for word in FEATURES[name][0].split()]
-    problems = command_line.check([*BASE.split(), *words]).problems
+    shape = [] if "fsdp" in words else SHAPE.split()
+    problems = command_line.check([*BASE.split(), *shape, *words]).problems
     return {*problems.wrong, *problems.unsupported}
 
 
 def pairs() -> dict[tuple[str, str], str]:
-    """Return the pairs that exclude each other, each with the first sentence that only both together get."""
+    """Return the pairs that exclude each other, each with a sentence that only both together get."""
     command_line = CommandLine()
     alone = {name: refusals(command_line, name) for name in FEATURES}
     found = {}
@@ -97,7 +100,8 @@ def pairs() -> dict[tuple[str, str], str]:
         if any(values[0][flag] != values[1][flag] for flag in values[0].keys() & values[1].keys()):
             continue  # two values of one flag: a choice, not a conflict
         if new := refusals(command_line, one, other) - alone[one] - alone[other]:
-            found[one, other] = min(new)
+            flags = values[0].keys() | values[1].keys()
+            found[one, other] = min(new, key=lambda why: (-sum(flag in why for flag in flags), why))  # noqa: B023
     return found
 
 

@@ -108,8 +108,8 @@ NOT_BUILT = (
     ),
     Rule(
         lambda a: a.offload_train and a.accelerator == "cuda",
-        f"--offload-train (of --colocate) is not built for {FSDP}; give the engines GPUs of their own, or "
-        "use --train-backend megatron.",
+        f"--offload-train (the default with --colocate, and with a critic) is not built for {FSDP}; give "
+        "--no-offload-train, and the engines GPUs of their own, or use --train-backend megatron.",
     ),
     Rule(
         lambda a: (a.actor_num_nodes * a.actor_num_gpus_per_node) % a.fsdp_replicate_size,
