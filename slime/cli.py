@@ -25,6 +25,7 @@ from typing import Annotated, NamedTuple, NoReturn
 import typer
 
 from slime.dashboard.address import LOOPBACK, lines_for_user, listen, new_token
+from slime.processes.stacks import host_memory
 
 # A checkout, or the directory of an installed package: both hold train.py.
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +42,12 @@ PACKAGES = ("torch", "transformers", "ray", "sglang", "megatron-core")
 LEAST_DISK, LEAST_SHARED, LEAST_MEMORY = 10, 1, 6  # GB
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="slime: RL post-training of language models.")
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="slime: RL post-training of language models.",
+)
 
 
 @app.callback()
@@ -94,13 +100,16 @@ def init(directory: Annotated[Path, typer.Argument(help="directory to make")]) -
         raise typer.BadParameter(f"{directory} exists and is not empty; name a new directory")
     installed = Path(__file__).parent / "template"
     template = installed if installed.is_dir() else ROOT / "examples" / "bring_your_own_task"
-    directory.mkdir(parents=True, exist_ok=True)
-    for name in ("make_data.py", "task.py", "settings.yaml", "run.sh"):
-        text = (template / name).read_text().replace("python examples/bring_your_own_task/", "python ")
-        text = text.replace("$here/../..", str(ROOT)).replace("$slime/.venv/bin/python", sys.executable)
-        (directory / name).write_text(text)
-        typer.echo(directory / name)
-    (directory / "run.sh").chmod(0o755)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in ("make_data.py", "task.py", "settings.yaml", "run.sh"):
+            text = (template / name).read_text().replace("python examples/bring_your_own_task/", "python ")
+            text = text.replace("$here/../..", str(ROOT)).replace("$slime/.venv/bin/python", sys.executable)
+            (directory / name).write_text(text)
+            typer.echo(directory / name)
+        (directory / "run.sh").chmod(0o755)
+    except OSError as error:
+        raise typer.BadParameter(f"{directory} cannot be written: {error.strerror}; name another one") from None
     typer.echo(f"next: change make_data.py and task.py, then MODEL=DIR bash {directory / 'run.sh'}")
 
 
@@ -125,6 +134,10 @@ def plan(context: typer.Context) -> None:
 @app.command(context_settings=PASSED_ON)
 def convert(context: typer.Context, way: Annotated[str, typer.Argument(help=", ".join(WAYS))] = "") -> None:
     """Convert a checkpoint: `slime convert WAY --help` lists the flags of a way."""
+    if way in ("--help", "-h"):
+        typer.echo("usage: slime convert WAY FLAG...; each way has its own --help\n")
+        typer.echo("\n".join(f"  {name:15} tools/{tool}" for name, tool in WAYS.items()))
+        raise typer.Exit
     if way not in WAYS:
         raise typer.BadParameter(f"{way or 'no way'} is not a way to convert; give one of {', '.join(WAYS)}")
     _become(ROOT / "tools" / WAYS[way], context.args)
@@ -167,13 +180,13 @@ def examine() -> Iterator[Finding]:
     yield from _gpus()
     yield _ray(os.environ.get("RAY_ADDRESS", ""))
     yield _ports()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield _room("memory", memory, LEAST_MEMORY, "give the machine or its container more memory")
+    yield _room("memory", host_memory(), LEAST_MEMORY, "give the machine or its container more memory")
     for name, path, least, remedy in (
         ("disk", Path.cwd(), LEAST_DISK, "free some, or give --output-dir and --save another disk"),
         ("shared memory", Path("/dev/shm"), LEAST_SHARED, "start the container with --shm-size 32g"),  # nosec B108: only its free space is read
     ):
-        yield _room(name, shutil.disk_usage(path).free, least, remedy)
+        if path.is_dir():  # /dev/shm is Linux's
+            yield _room(name, shutil.disk_usage(path).free, least, remedy)
     yield _clock(time.time())
 
 
@@ -198,6 +211,10 @@ def _ray(address: str) -> Finding:
     host, _, port = address.rpartition(":")
     if not address:
         return Finding("Ray", "no RAY_ADDRESS: a run starts its own")
+    if address in ("auto", "local"):
+        return Finding("Ray", f"RAY_ADDRESS={address}: Ray looks for it")
+    if not port.isdigit() or "/" in host.removeprefix("ray://"):
+        return Finding("Ray", f"RAY_ADDRESS={address} is not HOST:PORT", "give Ray's own, for example 10.0.0.1:6379")
     try:
         socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=5).close()
     except (OSError, ValueError) as error:

@@ -85,7 +85,9 @@ def refusals(command_line: CommandLine, *features: str) -> set[str]:
     """Return the sentences that refuse these features together."""
     words = [word for name in features for word in FEATURES[name][0].split()]
     shape = [] if "fsdp" in words else SHAPE.split()
-    problems = command_line.check([*BASE.split(), *shape, *words]).problems
+    has_engines = {"--colocate", "--rollout-num-gpus", "--debug-train-only"} & set(words)
+    engines = [] if has_engines else ["--rollout-num-gpus", "8"]
+    problems = command_line.check([*BASE.split(), *shape, *engines, *words]).problems
     return {*problems.wrong, *problems.unsupported}
 
 

@@ -43,6 +43,11 @@ def test_init_writes_into_no_directory_that_holds_something(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def test_a_directory_that_cannot_be_written_is_an_error_of_one_line() -> None:
+    status, said = invoke("init", "/proc/mine")
+    assert status == 2 and "cannot be written" in said and "Traceback" not in said
+
+
 @pytest.mark.parametrize(
     ("words", "script", "passed"),
     [
@@ -63,17 +68,27 @@ def test_every_way_to_convert_has_its_tool() -> None:
     assert [name for name in cli.WAYS.values() if not (ROOT / "tools" / name).is_file()] == []
     status, said = invoke("convert", "hf-to-nothing")
     assert status == 2 and "hf-to-nothing" in said and "gguf-to-hf" in said
+    status, said = invoke("convert", "--help")
+    assert status == 0 and all(way in said for way in cli.WAYS)
 
 
 def test_the_doctor_names_a_ray_that_does_not_answer_and_the_remedy(monkeypatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert not cli._ray(f"127.0.0.1:{port}").remedy
+    assert not cli._ray("auto").remedy  # Ray looks it up, as it does for a run
+    assert "HOST:PORT" in cli._ray("http://127.0.0.1:8265").text
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")  # closed now
     status, said = invoke("doctor")
     (line,) = [line for line in said.splitlines() if "Ray" in line]
     assert status == 1 and line.startswith("wrong") and "unset RAY_ADDRESS" in line
     assert {"python", "torch", "sglang", "disk", "clock"} <= {line.split()[1] for line in said.splitlines()}
+
+
+def test_the_memory_is_that_which_the_container_may_take(monkeypatch) -> None:
+    monkeypatch.setattr(cli, "host_memory", lambda: 2 * 10**9)
+    (found,) = [finding for finding in cli.examine() if finding.name == "memory"]
+    assert found.text == "2 GB" and "more memory" in found.remedy
 
 
 def test_too_little_room_and_a_clock_of_the_past_are_wrong(monkeypatch) -> None:
