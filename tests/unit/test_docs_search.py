@@ -62,6 +62,15 @@ QUESTIONS = {
     "mixture of experts routing": "moe",
     "what does exit status 2 mean": "reference/exit_codes",
     "profile a train step": "profiling",
+    "can I train a vision language model": "data faq model_families",
+    "how do I freeze some layers": "training_options customization lora",
+    "deploy the trained model with vLLM": "conversion",
+    "compare two runs": "dashboard faq",
+    "speculative decoding": "engines",
+    "spot instances": "resume fault_tolerance",
+    "port already in use": "engines multi_node install",
+    "async makes the reward worse": "off_policy async troubleshooting",
+    "samples are thrown away": "data troubleshooting metrics_in_words",
 }
 
 
