@@ -8,7 +8,7 @@ None, and `missing` says why. `dataclasses.asdict` of a plan is JSON.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from slime.plan import times
@@ -83,6 +83,7 @@ class Facts:
     engines: list[EngineKind] | None = None  # None: all alike, as the cluster flags say
     # How --hf-checkpoint is quantised, and with it what engines store and are sent; None: it is not
     weight_format: WeightFormat | None = None
+    adapted: tuple[str, ...] = ()  # Megatron's linear layers with LoRA adapters; none: the family is not known
     hooks: list[HookReport] = field(default_factory=list)
     rows: list[RowReport] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -136,6 +137,7 @@ def make_plan(args: Args, facts: Facts | None = None) -> Plan:
     facts = facts or Facts()
     device = facts.device or (cpu_device(ASSUMED_HOST_MEMORY) if args.accelerator == "cpu" else DEVICES[DEFAULT_GPU])
     shape, fmt = ModelShape.of(args), facts.weight_format
+    shape = shape and replace(shape, adapted=facts.adapted)
     layout = ParallelLayout.of(args, shape.num_layers if shape else 1)
     batch = batch_plan(args, layout, facts.data) if args.rollout_batch_size else None
     slots, node_size = slot_layout(args), _node_size(args)
@@ -232,8 +234,8 @@ def _assumptions(
             )
     if any(engine.is_fraction_assumed for engine in engines) and not device.is_shared:
         found.append(f"--sglang-mem-fraction-static {engines[0].mem_fraction}, which SGLang chooses by itself")
-    if args.lora_rank:
-        found.append("LoRA adapters on every linear layer")
+    if args.lora_rank and not facts.adapted:
+        found.append("LoRA adapters on every linear layer: the model's family is not known")
     if args.rollout_external_engine_addrs:
         found.append("the engines of --rollout-external-engine-addrs run on GPUs that are not in the plan")
     found.append("times and memory are estimates: reward functions, tools and fragmentation are not in them")

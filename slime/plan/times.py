@@ -177,7 +177,11 @@ def transport(
     """The way of the weights, which are quantised where the engines' checkpoint is (`fmt`); None without engines."""
     if args.debug_train_only or args.debug_rollout_only:
         return None
-    num_bytes = hf_bytes(args, shape, fmt)
+    serves_adapters = bool(args.lora_rank) and args.lora_serve == "adapter"
+    if serves_adapters:
+        num_bytes, fmt = num_adapter_params(args, shape) * Precision.of(args).weight, None
+    else:
+        num_bytes = hf_bytes(args, shape, fmt)
     network = device.network_bandwidth if num_nodes > 1 else device.link_bandwidth
     sync = transport_of(args.update_weight_transport, args.update_weight_mode)
     if sync.title:
@@ -197,9 +201,11 @@ def transport(
     else:
         way = ("gloo" if args.accelerator == "cpu" else "NCCL") + " broadcast from the trainer to every engine rank"
         bandwidth = network
+    if serves_adapters and not sync.is_over_files:
+        way = "LoRA adapters in shared memory; files where an engine is on another host"
     if fmt is not None:
         way += f", as {fmt.kind}"
-    bucket = min(args.update_weight_buffer_size, num_bytes)
+    bucket = num_bytes if serves_adapters else min(args.update_weight_buffer_size, num_bytes)
     interval = args.update_weights_interval
     every = "every rollout" if interval == 1 else f"every {interval} rollouts (train_async.py)"
     return Transport(way, num_bytes, bucket, -(-num_bytes // max(1, bucket)), every, bandwidth)
@@ -256,4 +262,12 @@ def checkpoint_bytes(args: Args, shape: ModelShape, fmt: WeightFormat | None = N
     precision, contents = Precision.of(args), args.checkpoint_contents or ("model", "optimizer")
     optimizer = precision.saved if "optimizer" in contents else 0
     export = hf_bytes(args, shape, fmt) if "hf" in contents else 0
+    if args.lora_rank:  # and once more as a PEFT directory
+        return num_adapter_params(args, shape) * (2 * precision.weight + optimizer) + export
     return shape.num_params * (precision.weight + optimizer) + export
+
+
+def num_adapter_params(args: Args, shape: ModelShape) -> int:
+    """Parameters of all LoRA adapters: what a run with them saves, and by --lora-serve adapter sends."""
+    layers = [shape.adapter_params(layer, args.lora_rank or 0) for layer in range(shape.num_layers)]
+    return sum(layer.attention + layer.mlp + layer.replicated + layer.experts for layer in layers)

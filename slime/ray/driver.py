@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from slime.checkpoints.paths import latest_iteration
 from slime.config.args import Args
 from slime.config.flags.rollout import RolloutFlags
+from slime.config.megatron.lora_plan import LoraPlan
 from slime.config.parse import Checked, CommandLine, accept
 from slime.config.parser import defaults_of
 from slime.config.problems import collected
@@ -182,6 +183,7 @@ def check_plan(args: Args) -> None:
         device=find_device(args.accelerator, args.plan_device),
         engines=engine_kinds(args),
         weight_format=find_format(args.hf_checkpoint),
+        adapted=adapted_linears(args),
     )
     plan = make_plan(args, facts)
     if not plan.does_fit:
@@ -282,6 +284,12 @@ def write_json(plan: Plan, path: str) -> None:
         raise UsageError(f"--dry-run-json {path} cannot be written: {error.strerror}; name another file.") from error
 
 
+def adapted_linears(args: Args) -> tuple[str, ...]:
+    """Megatron's linear layers with LoRA adapters; none without them, and where the model's family is not known."""
+    lora = LoraPlan.of(args)
+    return tuple(lora.linears) if lora else ()
+
+
 def gather_facts(args: Args, refused: list[str], warnings: list[str], lacking: Sequence[str] = ()) -> Facts:
     """Everything that the plan needs and that is not in the flags; `lacking` is what only a run needs."""
     from slime.plan.rows import read_rows_of  # with a tokenizer
@@ -296,6 +304,7 @@ def gather_facts(args: Args, refused: list[str], warnings: list[str], lacking: S
         data=data,
         engines=engine_kinds(args),
         weight_format=find_format(args.hf_checkpoint),
+        adapted=adapted_linears(args),
         hooks=list(hook_reports(args)),
         rows=rows,
         missing=missing,

@@ -171,6 +171,7 @@ class ModelShape:
     delta_net: DeltaNet | None = None
     # Counted in every layer: which ones take the choice of an earlier one (GLM-5.2), no flag says
     indexer: Indexer | None = None
+    adapted: tuple[str, ...] = ()  # Linear layers with LoRA adapters; none stands for all
 
     @classmethod
     def of(cls, args: Args) -> ModelShape | None:
@@ -262,33 +263,48 @@ class ModelShape:
         return LayerParams(matrices, shared, replicated + router, moe.num * self._mlp_params(moe.ffn_hidden_size))
 
     def adapter_params(self, layer: int, rank: int) -> LayerParams:
-        """Parameters of LoRA adapters of this rank on every linear layer of a decoder layer.
+        """Parameters of LoRA adapters of this rank on the linear layers of a decoder layer that have some.
 
         Each has rank x (inputs + outputs). TP cuts the half on the side where it cuts the weight: B of the layers
         into attention and MLP, A of those out of them. The other half is `replicated`; experts' adapters are whole
         on the rank that has the expert.
         """
-        hidden = self.hidden_size
+        found = dict.fromkeys(("self_attention", "mlp", "experts"), (0, 0))
+        for name, widths in self._adapter_widths(layer).items():
+            if not self.adapted or name in self.adapted:
+                part = "experts" if "{e}" in name else name.partition(".")[0]
+                found[part] = found[part][0] + widths[0], found[part][1] + widths[1]
+        attention, mlp = found["self_attention"], found["mlp"]
+        return LayerParams(
+            rank * attention[0], rank * mlp[0], rank * (attention[1] + mlp[1]), rank * sum(found["experts"])
+        )
+
+    def _adapter_widths(self, layer: int) -> dict[str, tuple[int, int]]:
+        """Linear layer -> channels on the sides that TP cuts, and on those that it does not, over its projections."""
+        hidden, up = self.hidden_size, 1 + self.is_gated
+        found = {"self_attention.linear_proj": (self.attention_out_width, hidden)}
         if self.latent:
             latent = self.latent
-            down = latent.kv_lora_rank + latent.qk_pos_emb_head_dim + (latent.q_lora_rank or 0)
-            up = self.query_width + self.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
-            inputs = 2 * hidden + latent.kv_lora_rank + (latent.q_lora_rank or 0)
-            cut, whole = down + up + self.attention_out_width, inputs + hidden
+            down = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
+            heads = self.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
+            found["self_attention.linear_kv_down_proj"] = (down, hidden)
+            found["self_attention.linear_kv_up_proj"] = (heads, latent.kv_lora_rank)
+            if latent.q_lora_rank is None:
+                found["self_attention.linear_q_proj"] = (self.query_width, hidden)
+            else:
+                found["self_attention.linear_q_down_proj"] = (latent.q_lora_rank, hidden)
+                found["self_attention.linear_q_up_proj"] = (self.query_width, latent.q_lora_rank)
         else:
-            cut = self.query_width + self.key_width + self.value_width + self.attention_out_width
-            whole = 3 * hidden + hidden
-        if self.experts is None or not self.moe_layers[layer]:
-            of_mlp, of_experts = self._adapter_widths(self.ffn_hidden_size), 0
-        else:
+            found["self_attention.linear_qkv"] = (self.query_width + self.key_width + self.value_width, 3 * hidden)
+        mlps = [("mlp", 1, self.ffn_hidden_size)]
+        if self.experts is not None and self.moe_layers[layer]:
             shared = self.experts.shared_ffn_hidden_size
-            of_mlp = self._adapter_widths(shared) if shared else (0, 0)
-            of_experts = self.experts.num * sum(self._adapter_widths(self.experts.ffn_hidden_size))
-        return LayerParams(rank * cut, rank * of_mlp[0], rank * (whole + of_mlp[1]), rank * of_experts)
-
-    def _adapter_widths(self, ffn: int) -> tuple[int, int]:
-        """Of an MLP's adapters a rank: channels on sides that TP cuts, and on those that it does not."""
-        return (2 + self.is_gated) * ffn, (2 + self.is_gated) * self.hidden_size
+            mlps = [("mlp.experts.local_experts.{e}", self.experts.num, self.experts.ffn_hidden_size)]
+            mlps += [("mlp.shared_experts", 1, shared)] if shared else []
+        for mlp, number, ffn in mlps:
+            found[f"{mlp}.linear_fc1"] = (number * up * ffn, number * up * hidden)
+            found[f"{mlp}.linear_fc2"] = (number * ffn, number * hidden)
+        return found
 
     def mtp_params(self) -> LayerParams:
         """Parameters of one multi-token prediction layer: a decoder layer like the last, a projection, three norms."""

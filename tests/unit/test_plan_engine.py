@@ -233,6 +233,22 @@ def test_lora_trains_adapters_alone():
     assert halved.trained_params == 36 * 16 * (cut // 2 + whole)
 
 
+def test_what_a_run_with_lora_sends_and_saves_is_its_adapters():
+    plan, merged = cuda_plan(lora_rank=16, save="ckpt"), cuda_plan(lora_rank=16, lora_serve="merged")
+    assert plan.trainer_memory is not None and plan.transport is not None and merged.transport is not None
+    adapters = plan.trainer_memory.stages[0].trained_params
+    assert (plan.transport.num_bytes, plan.transport.num_buckets) == (2 * adapters, 1)
+    assert merged.transport.num_bytes == cuda_plan().transport.num_bytes
+    [saved] = [output.size_bytes for output in plan.outputs if output.what == "checkpoint"]
+    assert saved == (2 + 2 + 12) * adapters  # in bf16 twice, once as PEFT reads them, and Adam's fp32 state
+
+
+def test_adapters_of_some_linear_layers_are_counted_alone():
+    args = plan_args(**(QWEN3_4B | CUDA | {"lora_rank": 16}))
+    memory = make_plan(args, Facts(adapted=("mlp.linear_fc1",))).trainer_memory
+    assert memory is not None and memory.stages[0].trained_params == 36 * 16 * (2 * 9728 + 2 * 2560)
+
+
 def test_a_rollout_only_run_has_no_trainer():
     plan = cuda_plan(debug_rollout_only=True)
     assert plan.trainer_memory is None and [phase.name for phase in plan.phases] == ["generate"]

@@ -45,10 +45,12 @@ MODEL_OF = {
     "run-qwen3-235B-A22B": "qwen3-235B-A22B",
     "run-qwen3-235B-A22B-sft": "qwen3-235B-A22B",
     "run-qwen3-30B-A3B": "qwen3-30B-A3B",
+    "run-qwen3-30B-A3B-lora": "qwen3-30B-A3B",
     "run-qwen3-32B": "qwen3-32B",
     "run-qwen3-4B": "qwen3-4B",
     "run-qwen3-4B-amd": "qwen3-4B",
     "run-qwen3-4B-base-sft": "qwen3-4B",
+    "run-qwen3-4B-lora": "qwen3-4B",
     "run-qwen3-next-80B-A3B": "qwen3-next-80B-A3B",
     "run-qwen3.5-27B": "qwen3.5-27B",
     "run-qwen3.5-35B-A3B-sft": "qwen3.5-35B-A3B",
@@ -68,7 +70,7 @@ NUM_NODES = {
     "run-qwen3-235B-A22B-sft": 8,
     "run-qwen3-next-80B-A3B": 4,
 }
-NUM_GPUS = {"run-qwen2.5-0.5B-gb10-smoke": 1}
+NUM_GPUS = {"run-qwen2.5-0.5B-gb10-smoke": 1, "run-qwen3-4B-lora": 1, "run-qwen3-30B-A3B-lora": 4}
 # Whose engines run the weights of a checkpoint in fp8.
 FP8 = {
     "low_precision/run-qwen3-30b-a3b-fp8",
@@ -93,7 +95,8 @@ NEEDS_CONFIG = {
     "run-kimi-k2-Instruct",
     "run-kimi-k2-Thinking",
 }
-ON_ITS_OWN = {"run-tiny-cpu", "run-smollm2-135M"}  # the small runs that are real tests (docs/quick_start.md)
+# The small runs that are real tests (docs/quick_start.md), and the one whose model transformers makes, not flags.
+ON_ITS_OWN = {"run-tiny-cpu", "run-smollm2-135M", "run-qwen3-4B-fsdp"}
 # A flag that needs another one says how that one's answer is to be.
 QUESTIONS = ["-h", "--help", *(option_name(f) for f in dataclasses.fields(AskFlags) if not f.metadata["needs"])]
 GROUPS = ["MODEL", "CKPT", "ROLLOUT", "EVAL", "PERF", "GRPO", "OPTIMIZER", "WANDB", "SGLANG", "MISC"]
@@ -178,6 +181,15 @@ def test_a_small_run_has_a_dry_run_of_flags_that_fit_each_other(tmp_path, name, 
             flags[flags.index("--hf-checkpoint") + 1] = str(tmp_path)
         checked = CommandLine().check(flags)
         assert (checked.problems.wrong, checked.problems.unsupported, checked.warnings()) == ([], [], [])
+
+
+def test_the_run_with_fsdp_has_flags_that_fit_each_other_and_needs_no_others_of_the_model(tmp_path):
+    (tmp_path / "Qwen3-4B").mkdir()
+    (tmp_path / "Qwen3-4B" / "config.json").write_text(json.dumps(hf_config("qwen3-4B")))
+    flags, _ = run_script(tmp_path, "run-qwen3-4B-fsdp", "--dry-run", SLIME_HOME=str(tmp_path))
+    checked = CommandLine().check(flags)
+    assert (checked.problems.wrong, checked.problems.unsupported, checked.warnings()) == ([], [], [])
+    assert (checked.args.train_backend, checked.args.num_layers, checked.args.colocate) == ("fsdp", 36, False)
 
 
 def test_the_quick_start_refuses_flags_as_it_has_none(tmp_path):
