@@ -37,6 +37,7 @@ WAYS = {
     "fp8-to-bf16": "fp8_cast_bf16.py",
     "hf-to-int4": "convert_hf_to_int4_direct.py",
     "gguf-to-hf": "convert_gguf_to_hf.py",
+    "merge-lora": "convert_lora.py",
 }
 PACKAGES = ("torch", "transformers", "ray", "sglang", "megatron-core")
 LEAST_DISK, LEAST_SHARED, LEAST_MEMORY = 10, 1, 6  # GB
