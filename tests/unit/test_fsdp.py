@@ -130,6 +130,53 @@ def test_a_resumed_run_is_bit_by_bit_the_same_and_another_number_of_ranks_can_re
     assert_equal_runs(tmp_path / "rest.pt", tmp_path / "one.pt")
 
 
+def test_biases_of_routers_are_loaded_sent_and_saved(tmp_path: Path) -> None:
+    """They are buffers of transformers' model, not parameters."""
+    make_hf_model(tmp_path / "hf", "glm4_moe")
+    args = trainer_args(tmp_path / "hf", MEGATRON, dp_size=2, train_backend="fsdp")
+    run_world(2, _biases, args, tmp_path / "weights")
+
+
+def _biases(args: Any, directory: Path) -> None:
+    from slime.backends.fsdp_utils.checkpoint import load_tensors, save_weights, weights
+    from slime.backends.fsdp_utils.model import WeightSource, build_policy, load_hf, make_mesh
+    from slime.conversion.reader import SafetensorsReader
+
+    policy, name = build_policy(args, make_mesh(args)), "model.layers.1.mlp.gate.e_score_correction_bias"
+    load_hf(policy, args.load)
+    sent = dict(pair for tensors in WeightSource(policy, torch.float32).full_tensors() for pair in tensors)
+    expected = SafetensorsReader(args.load).get(name)
+    assert expected.any() and torch.equal(sent[name], expected)
+    save_weights(directory, policy)
+    live = weights(policy)[f"model.{name}"].zero_()
+    load_tensors(directory, weights(policy))
+    assert torch.equal(live, expected)
+
+
+def test_a_loss_of_the_users_own_gets_logits(families: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def loss(args, batch, logits, sum_of_sample_mean):\n"
+        "    rows = logits.squeeze(0).float().log_softmax(-1)[batch['response_rows']]\n"
+        "    loss = -sum_of_sample_mean(rows.gather(1, batch['response_tokens'][:, None])[:, 0])\n"
+        "    return loss, {'loss': loss}\n"
+    )
+    own = {"loss_type": "custom_loss", "custom_loss_function_path": f"{tmp_path / 'own.py'}:loss", "num_steps": 2}
+    run(families["qwen3"], backend="megatron", out=tmp_path / "megatron.pt", **own)
+    run(families["qwen3"], world=2, out=tmp_path / "fsdp.pt", **own)
+    assert_equal_runs(tmp_path / "megatron.pt", tmp_path / "fsdp.pt")
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(families: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def loss(args, batch, logits, sum_of_sample_mean):\n"
+        "    loss = logits.sum() * float('nan')\n"
+        "    return loss, {'loss': loss}\n"
+    )
+    own = {"loss_type": "custom_loss", "custom_loss_function_path": f"{tmp_path / 'own.py'}:loss", "num_steps": 1}
+    with pytest.raises(AssertionError, match="train step 0 has the norm nan, and weights would be lost"):
+        run(families["qwen3"], out=tmp_path / "out.pt", **own)
+
+
 def test_each_rank_reads_the_rows_of_its_own_shards_alone(families: dict[str, Path]) -> None:
     args = trainer_args(families["qwen3"], MEGATRON, dp_size=2, train_backend="fsdp")
     run_world(2, _read_half, args)

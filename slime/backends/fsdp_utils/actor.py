@@ -8,6 +8,7 @@ state are sharded over the ranks.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,13 +141,19 @@ class FsdpBackend(MegatronBackend):
         global_batch_size = micro_batches.global_batch_sizes[step_id]
         reports = self._gradients(micro_batches, step_id)
         largest = args.clip_grad if args.clip_grad > 0 else float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(state.policy.parameters(), largest)
+        shard_norm = torch.nn.utils.clip_grad_norm_(state.policy.parameters(), largest)
+        norm = float(shard_norm.full_tensor() if isinstance(shard_norm, DTensor) else shard_norm)
+        if args.check_for_nan_in_grad and not math.isfinite(norm):
+            raise RuntimeError(
+                f"the gradient of rollout {rollout_id}, train step {step_id} has the norm {norm}, and weights would "
+                "be lost; look at its rewards, log-probs and --lr (--no-check-for-nan-in-loss-and-grad goes on)"
+            )
         rates = [group["lr"] for group in state.optimizer.param_groups]
         state.optimizer.step()
         state.scheduler.step(increment=global_batch_size)
         group = self.layout().dp_group
         metrics = reduce_reports(reports, None if args.calculate_per_token_loss else global_batch_size, group)
-        metrics["grad_norm"] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        metrics["grad_norm"] = norm
         metrics |= {f"lr-pg_{i}": rate for i, rate in enumerate(rates)}
         return metrics | {"global_batch_size": global_batch_size}
 
@@ -164,6 +171,8 @@ class FsdpBackend(MegatronBackend):
         reports = []
 
         def loss_of(batch: MicroBatch, output: Any) -> torch.Tensor:
+            if args.loss_type == "custom_loss":  # it is promised logits
+                output = torch.nn.functional.linear(output.hidden, output.weight)[None]
             loss, _, report = loss_function(args, batch, output, **scale)
             reports.append(report)
             return loss * factor

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from slime.backends.fsdp_utils.model import HEAD, Policy, named_parameters
+from slime.backends.fsdp_utils.model import HEAD, Policy, fixed_tensors, named_parameters
 from slime.backends.megatron_utils.checkpoint.iterations import UnfinishedCheckpoint
 from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loading
 from slime.checkpoints.metadata import check_names
@@ -46,8 +46,9 @@ class TrainState:
 
 
 def weights(policy: Policy) -> dict[str, torch.Tensor]:
-    """Name -> live shard of each parameter."""
-    return {f"model.{name}": parameter.detach() for name, parameter in named_parameters(policy)}
+    """Name -> live shard of each parameter, and each fixed tensor."""
+    named = [*named_parameters(policy), *fixed_tensors(policy)]
+    return {f"model.{name}": tensor.detach() for name, tensor in named}
 
 
 def moments(state: TrainState) -> dict[str, torch.Tensor]:

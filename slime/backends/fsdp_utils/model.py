@@ -168,11 +168,17 @@ def _on_meta(args: Args) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     trusted = {"trust_remote_code": args.trust_remote_code}
-    config = AutoConfig.from_pretrained(args.hf_checkpoint, **trusted)  # nosec B615: a local directory
-    with parameters_on_meta():
-        hf = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=args.attn_implementation, **trusted
-        )
+    try:
+        config = AutoConfig.from_pretrained(args.hf_checkpoint, **trusted)  # nosec B615: a local directory
+        with parameters_on_meta():
+            hf = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=args.attn_implementation, **trusted
+            )
+    except ValueError as error:
+        raise UsageError(
+            f"--hf-checkpoint {args.hf_checkpoint}: transformers cannot build it ({str(error).splitlines()[0]}); use "
+            "--train-backend megatron."
+        ) from error
     hf.tie_weights()
     if getattr(hf.get_output_embeddings(), "bias", None) is not None:
         raise UsageError(
@@ -231,8 +237,18 @@ def named_parameters(policy: Policy) -> list[tuple[str, torch.Tensor]]:
     return [(name.removeprefix("hf."), parameter) for name, parameter in policy.named_parameters()]
 
 
+def fixed_tensors(policy: Policy) -> list[tuple[str, torch.Tensor]]:
+    """(name in transformers' model, buffer) of what checkpoints hold and no gradient changes: biases of routers."""
+    return [
+        (f"{prefix}.{name}".removeprefix("hf."), buffer)
+        for prefix, module in policy.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
 def load_hf(policy: Policy, path: str) -> None:
-    """Fill the parameters from an HF directory; each rank reads the rows of its own shards.
+    """Fill parameters and fixed tensors from an HF directory; each rank reads the rows of its own shards.
 
     A critic's head keeps what it has.
 
@@ -241,7 +257,7 @@ def load_hf(policy: Policy, path: str) -> None:
     """
     reader = SafetensorsReader(path)
     names = set(reader.names())
-    for name, parameter in named_parameters(policy):
+    for name, parameter in [*named_parameters(policy), *fixed_tensors(policy)]:
         if name.startswith(HEAD):
             continue
         local, first = local_rows(parameter)
@@ -255,7 +271,10 @@ def load_hf(policy: Policy, path: str) -> None:
         elif name in names:
             value = reader.get_rows(name, *rows)
         else:
-            raise UsageError(f"{path} has no tensor {name}, which the model of --hf-checkpoint needs.")
+            raise UsageError(
+                f"{path} has no tensor {name}, which transformers' model of --hf-checkpoint needs; give a checkpoint "
+                "with transformers' names, or use --train-backend megatron."
+            )
         if value.shape != local.shape:
             raise UsageError(
                 f"{path}: {name} has the shape {tuple(value.shape)} here, the model {tuple(local.shape)}."
@@ -287,7 +306,7 @@ class WeightSource:
 
     @torch.no_grad()
     def full_tensors(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Yield the HF tensors of each parameter, gathered over the ranks (collective)."""
+        """Yield the HF tensors of each parameter, gathered over the ranks, and the fixed tensors (collective)."""
         waiting: list[tuple[str, torch.Tensor]] = []
         num_bytes = 0
         for name, parameter in named_parameters(self.policy):
@@ -298,6 +317,7 @@ class WeightSource:
             waiting.append((name, parameter.detach().to(self.dtype)))
             num_bytes += size
         yield from map(as_hf, gathered(waiting))
+        yield from ([(name, tensor)] for name, tensor in fixed_tensors(self.policy))
 
 
 def gathered(shards: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

@@ -29,6 +29,7 @@ HONOURED = frozenset(
         "adam_beta2",
         "adam_eps",
         "bf16",
+        "check_for_nan_in_grad",
         "ckpt_format",
         "ckpt_step",
         "deterministic_mode",
