@@ -56,7 +56,8 @@ def needs_old_log_probs(args: Args, num_updates: int) -> bool:
         args: the flags that ask for them.
         num_updates: of the rollout; with one, nothing is updated before the loss's pass.
     """
-    same_as_in_loss = num_updates == 1 and args.loss_type == "policy_loss" and args.kl_coef == 0
+    draws_masks = bool(args.lora_dropout or args.hidden_dropout)  # in the loss's pass alone
+    same_as_in_loss = num_updates == 1 and args.loss_type == "policy_loss" and args.kl_coef == 0 and not draws_masks
     return not same_as_in_loss or any(
         (
             args.recompute_old_log_probs or args.use_rollout_logprobs or args.use_rollout_entropy,

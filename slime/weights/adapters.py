@@ -15,6 +15,8 @@ BASE = "slime-base"
 _PREFIX = "slime-v"
 _PEFT = "base_model.model."
 _IGNORED = ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Of init_lora_weights: PEFT takes B A, as it begins, off the base's weights when it loads such an adapter."""
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -106,7 +108,12 @@ def adapter_differences(config: Mapping[str, Any], rank: int, scale: float, targ
     named = config.get("target_modules") or ()
     if named != "all-linear" and set(named) != set(targets):
         yield f"the adapter is of {', '.join(sorted(named))}; give --lora-target-modules {' '.join(sorted(named))}."
-    odd = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern")
+    if str(config.get("init_lora_weights")).partition("_niter")[0] in _CHANGES_BASE:
+        yield (
+            f"init_lora_weights {config['init_lora_weights']} of its adapter_config.json changes the base; convert it "
+            "with PEFT (path_initial_model_for_weight_conversion)."
+        )
+    odd = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "alora_invocation_tokens")
     for name in [
         *(name for name in odd if config.get(name)),
         *(["bias"] if config.get("bias", "none") != "none" else []),

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from slime.backends.megatron_utils.update_weight.from_adapters import AdapterUpdater
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args
 from slime.checkpoints.paths import MODEL_SHAPE_FILE, TRACKER_FILE
 from slime.config.megatron.lora_plan import LoraPlan
+from slime.training.passes import needs_old_log_probs
 from slime.utils.errors import UsageError
 from tests.unit.argument_lines import Check, check, command_line
 from tools.convert_torch_dist_to_hf import saved_shape
@@ -52,6 +56,7 @@ REFUSED = {
     "--lora-dropout 0.1": "--lora-dropout",
     "--lora-rank 8 --lora-target-modules q_proj v_proj": "lacks k_proj: q_proj, k_proj, v_proj are one weight",
     "--lora-rank 8 --lora-target-modules up_proj": "lacks gate_proj",
+    "--lora-rank 8 --moe-router-enable-expert-bias": "--moe-router-bias-update-rate 0.001 with --lora-rank 8",
     "--lora-rank 8 --advantage-estimator ppo": "a critic's adapters are not built",
     "--lora-rank 8 --freeze-params-name-list mlp": "--freeze-params-name-list does not go with --lora-rank 8",
     "--lora-rank 8 --only-train-params-name-list mlp": "--only-train-params-name-list does not go with --lora-rank 8",
@@ -166,6 +171,24 @@ def test_engines_that_serve_adapters_get_room_for_them_and_keep_their_prefixes(c
     assert "enable_lora" not in server("--lora-rank 8", takes_weights=False), "a judge has none"
 
 
+def test_old_log_probs_are_computed_without_dropout(check: Check) -> None:
+    """One update needs no pass for them otherwise: the loss's own gives the same numbers."""
+    assert not needs_old_log_probs(check("--lora-rank 8").args, 1)
+    assert needs_old_log_probs(check("--lora-rank 8 --lora-dropout 0.1").args, 1)
+
+
+@pytest.mark.parametrize(("largest", "is_asked"), [(1e-8, False), (1e-2, True)])
+def test_an_adapter_too_small_for_16_bit_ends_no_run(check: Check, largest: float, is_asked: bool) -> None:
+    """A warm-up's first step leaves B at 1e-8; an engine in bf16 answers as without it. A larger one must show."""
+    updater = AdapterUpdater.__new__(AdapterUpdater)
+    fleet = mock.Mock(engines={})
+    fleet.wait.return_value = []
+    args, tensors = check("--lora-rank 8").args, {"q.lora_B.weight": torch.full((2, 8), largest)}
+    vars(updater).update(args=args, _is_unseen=True, _fleet=fleet, _plan=LoraPlan.of(args), _tensors=tensors)
+    updater._see_that_it_is_served()
+    assert (fleet.start.called, updater._is_unseen) == (is_asked, not is_asked)
+
+
 def test_rank_stabilised_adapters_are_scaled_by_the_root_of_the_rank(check: Check) -> None:
     plan = plan_of(check, "--lora-rank 16 --lora-alpha 8 --lora-use-rslora --lora-exclude-modules o_proj")
     assert plan.scale == 8 / 16**0.5 and "o_proj" not in plan.target_modules
@@ -185,6 +208,7 @@ def test_an_adapter_of_other_flags_or_another_base_is_refused(check: Check, tmp_
         "lora_alpha": (32, "is multiplied by 4; give --lora-alpha 32"),
         "target_modules": (["q_proj"], "give --lora-target-modules q_proj"),
         "use_dora": (True, "use_dora True of its adapter_config.json is not built"),
+        "init_lora_weights": ("pissa_niter_4", "init_lora_weights pissa_niter_4 of its adapter_config.json changes"),
         "base_model_name_or_path": ("maker/Other", "holds an adapter of maker/Other, and the base is"),
     }
     for name, (value, text) in wrong.items():

@@ -296,6 +296,11 @@ LORA: tuple[Check, ...] = (
         "for twice the rank.",
     ),
     Rule(
+        lambda a: a.moe_router_enable_expert_bias and a.moe_router_bias_update_rate,
+        "--moe-router-bias-update-rate {moe_router_bias_update_rate:g} with --lora-rank {lora_rank} would change the "
+        "base, of which neither checkpoints nor engines would learn; give 0.",
+    ),
+    Rule(
         lambda a: a.transformer_impl == "transformer_engine",
         "--transformer-impl transformer_engine does not go with --lora-rank {lora_rank}: adapters are built for "
         "Megatron's own linear layers; use --transformer-impl local.",

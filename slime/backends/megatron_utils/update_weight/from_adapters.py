@@ -10,7 +10,7 @@ version in --update-weight-disk-dir; so do all with --update-weight-transport di
 
 Whenever engines are connected, be they new or not, the model under the adapters is compared once: a few elements of a
 few tensors have to be the trainer's (`SyncChecks`), and the adapter's tensors are sent with checksums. After the first
-sync with adapters that are not zero, each engine has to answer otherwise than without them.
+sync with adapters that a 16-bit engine must show, each engine has to answer otherwise than without them.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = range(1, 17)
 """A prompt whose log-probs have to move; every model has so many tokens."""
+FAINT = 1e-6
+"""B times the scale; an adapter that is smaller everywhere, as after the first steps of a warm-up, may change no bit
+of an engine's answers in bf16."""
 
 
 class AdapterUpdater(WeightUpdater):
@@ -185,8 +188,8 @@ class AdapterUpdater(WeightUpdater):
         Engines that gave their memory up have no cache to generate with yet; what they serve shows in
         `train/train_rollout_logprob_abs_diff`.
         """
-        is_zero = all(not tensor.any() for name, tensor in self._tensors.items() if ".lora_B." in name)
-        if not self._is_unseen or is_zero or self.args.offload_rollout:
+        largest = max(float(tensor.abs().max()) for name, tensor in self._tensors.items() if ".lora_B." in name)
+        if not self._is_unseen or largest * self._plan.scale < FAINT or self.args.offload_rollout:
             return
         asked = [self.fleet.start("prompt_log_probs", PROBE_TOKENS, adapter=adapter) for adapter in (None, BASE)]
         live, base = (self.fleet.wait(calls, "answering with and without the adapter") for calls in asked)
