@@ -264,7 +264,8 @@ def test_a_checkpoint_of_the_other_backend_is_refused(
     (iteration / "model_shape.json").write_text(json.dumps({"train_backend": "fsdp"}))
     line = f"--accelerator cpu --debug-train-only --hf-checkpoint {families['qwen3']} --load {tmp_path}"
     problems = command_line.check(line.split()).problems.all()
-    assert any("was written by --train-backend fsdp" in problem for problem in problems)
+    (problem,) = [problem for problem in problems if "was written by --train-backend fsdp" in problem]
+    assert "turn it into an HF directory with tools/convert_fsdp_to_hf.py" in problem
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ OWN_NOT_BUILT = [
 """Flags of slime's that the Megatron backend alone has."""
 _SCALES = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 """Number of a config -> its value where it changes nothing; what computes log-probs here does not apply it."""
+_TO_HF = {"fsdp": "tools/convert_fsdp_to_hf.py", "megatron": "tools/convert_torch_dist_to_hf.py"}
 NOT_BUILT = (
     Rule(
         lambda a: a.recompute_granularity not in (None, "full"),
@@ -229,5 +230,5 @@ def foreign_checkpoints(args: Args) -> Iterator[str]:
         if saved != args.train_backend:
             yield (
                 f"{flag} {path} was written by --train-backend {saved}, which --train-backend {args.train_backend} "
-                "cannot read; give the run's HF export (--save-hf), or the same backend."
+                f"cannot read; turn it into an HF directory with {_TO_HF[saved]}, or use the same backend."
             )
