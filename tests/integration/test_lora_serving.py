@@ -248,3 +248,19 @@ def test_a_request_that_is_refused_does_not_keep_its_version(
     send(ours, drawn(tiny_models[0], 51))
     wait_until_loaded(engine, {"slime-v2"})
     assert generate(engine, PROMPT, 4)["weight_version"] == "2"
+
+
+def test_batches_and_several_answers_to_a_prompt_do_not_keep_their_version(
+    engine: SGLangEngine, updater: Callable[..., AdapterUpdater], tiny_models: tuple[Path, Path]
+) -> None:
+    """SGLang counts n answers of a prompt n times, and ends n + 1 requests: one computes the prompt."""
+    ours = updater()
+    send(ours, drawn(tiny_models[0], 60))
+    sampling = {"max_new_tokens": 4, "ignore_eos": True}
+    of_batch = {"input_ids": [PROMPT, PROMPT[:8]], "sampling_params": sampling}
+    several = {"input_ids": PROMPT, "sampling_params": sampling | {"n": 2}}
+    for payload in (several, several | {"lora_path": "slime-v1"}, of_batch, of_batch | {"lora_path": BASE}):
+        answers = http_utils.post_sync(f"{engine.url}/generate", payload, timeout_s=120)
+        assert [answer["meta_info"]["weight_version"] for answer in answers] == ["1"] * 2
+    send(ours, drawn(tiny_models[0], 61))
+    wait_until_loaded(engine, {"slime-v2"})

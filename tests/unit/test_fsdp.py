@@ -160,7 +160,11 @@ def test_a_loss_of_the_users_own_gets_logits(families: dict[str, Path], tmp_path
         "    loss = -sum_of_sample_mean(rows.gather(1, batch['response_tokens'][:, None])[:, 0])\n"
         "    return loss, {'loss': loss}\n"
     )
-    own = {"loss_type": "custom_loss", "custom_loss_function_path": f"{tmp_path / 'own.py'}:loss", "num_steps": 2}
+    own: dict[str, Any] = {
+        "loss_type": "custom_loss",
+        "custom_loss_function_path": f"{tmp_path / 'own.py'}:loss",
+        "num_steps": 2,
+    }
     run(families["qwen3"], backend="megatron", out=tmp_path / "megatron.pt", **own)
     run(families["qwen3"], world=2, out=tmp_path / "fsdp.pt", **own)
     assert_equal_runs(tmp_path / "megatron.pt", tmp_path / "fsdp.pt")
@@ -172,7 +176,11 @@ def test_a_gradient_that_is_not_finite_ends_the_run(families: dict[str, Path], t
         "    loss = logits.sum() * float('nan')\n"
         "    return loss, {'loss': loss}\n"
     )
-    own = {"loss_type": "custom_loss", "custom_loss_function_path": f"{tmp_path / 'own.py'}:loss", "num_steps": 1}
+    own: dict[str, Any] = {
+        "loss_type": "custom_loss",
+        "custom_loss_function_path": f"{tmp_path / 'own.py'}:loss",
+        "num_steps": 1,
+    }
     with pytest.raises(AssertionError, match="train step 0 has the norm nan, and weights would be lost"):
         run(families["qwen3"], out=tmp_path / "out.pt", **own)
 

@@ -168,7 +168,7 @@ def serve_live_adapter() -> None:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager as Manager
 
     live = LiveAdapter()
-    resolve, wait = Manager._validate_and_resolve_lora, Manager._wait_one_response
+    resolve, wait = _counting_all(Manager._validate_and_resolve_lora), Manager._wait_one_response
     tokenize = Manager._tokenize_one_request
 
     async def resolve_live(manager: Any, request: Any) -> None:
@@ -207,6 +207,20 @@ def serve_live_adapter() -> None:
     _refuse_wrong_checksums()
 
 
+def _counting_all(resolve: Callable[..., Any]) -> Callable[..., Any]:
+    """SGLang's way to count who uses an adapter, with all requests that end.
+
+    It counts n answers of a prompt, and ends n + 1 requests: the first computes the prompt alone.
+    """
+
+    async def resolve_and_count(manager: Any, request: Any) -> None:
+        await resolve(manager, request)
+        if request.lora_path and not request.is_single and getattr(request, "parallel_sample_num", 1) > 1:
+            await manager.lora_registry.acquire(request.lora_path[: request.batch_size])
+
+    return resolve_and_count
+
+
 class LiveAdapter:
     """The version of the run's adapter that a server serves.
 
@@ -222,6 +236,8 @@ class LiveAdapter:
         """Whether a request names no adapter, and is none of SGLang's own health checks; `BASE` is taken out."""
         if request.lora_path == BASE or request.lora_path == [BASE] * len(request.lora_path or ()):
             request.lora_path = None
+            for part in _parts_of(request):
+                part.lora_path = None
             return False
         named = request.lora_path if isinstance(request.lora_path, str) else any(request.lora_path or ())
         return self.name is not None and not named and not str(request.rid).startswith("HEALTH_CHECK")
@@ -231,8 +247,8 @@ class LiveAdapter:
         if request.is_single:
             request.lora_path = self.name
             return
-        request.lora_path = [self.name] * len(request.rid)
-        for part in vars(request).get("_sub_obj_cache", {}).values():
+        request.lora_path = [self.name] * (request.batch_size * request.parallel_sample_num)
+        for part in _parts_of(request):
             part.lora_path = self.name
 
     def noting(self, load: Callable[..., Any]) -> Callable[..., Any]:
@@ -271,6 +287,11 @@ class LiveAdapter:
         await manager.lora_registry._counters[lora_id].wait_for_zero()
         await manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name))
         manager.lora_ref_cache.pop(name, None)  # or SGLang would try to load it again when it is named
+
+
+def _parts_of(request: Any) -> Iterable[Any]:
+    """The requests that SGLang has made of a batch so far."""
+    return vars(request).get("_sub_obj_cache", {}).values()
 
 
 def adapter_file_problem(directory: Path) -> str | None:
