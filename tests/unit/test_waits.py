@@ -135,6 +135,7 @@ ALLOWED: dict[tuple[str, str, str], str] = {
     ("slime_plugins/rollout_buffer/generators/base_generator.py", "BaseGenerator._run", "self._stopped.wait"): BOUNDED,
     ("slime_plugins/rollout_buffer/generators/base_generator.py", "BaseGenerator._run", "asyncio.wait"): BOUNDED,
     ("slime_plugins/rollout_buffer/generators/base_generator.py", "BaseGenerator._run", "work.result"): FINISHED,
+    ("slime_plugins/environments/server.py", "_is_gone", "connection.recv"): "poll() has said that there is something",
 }
 
 
