@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from examples.coding_agent_rl.generate import SweConfig
 from slime.config.parse import Checked, CommandLine
 from slime.ray.driver import dry_run
+from slime.utils.misc import load_function
 from tests.contracts.corpus import command_lines, place, write_hooks
 
 LINES = command_lines()
@@ -43,15 +43,18 @@ def planned(command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.Monke
     """Check a line of the corpus, with more flags behind it, for GPUs that are not here."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
-    monkeypatch.setattr("examples.coding_agent_rl.generate.CONFIG", SweConfig(adapter_public_host="head"))
     monkeypatch.syspath_prepend(str(tmp_path))
     write_hooks(tmp_path)
+    for module in [module for module in sys.modules if module.startswith(("generate_with_", "examples"))]:
+        monkeypatch.delitem(sys.modules, module)  # the repository's own, which another test has loaded
+    load_function.cache_clear()
 
     def check(name: str, *more: str) -> Checked:
         completed = COMPLETED.get(name, "").split()
         return command_line.check(place([*LINES[name][1], *completed], tmp_path) + [*ON_GPUS, *more])
 
     yield check
+    load_function.cache_clear()
     for module in [module for module in sys.modules if module.startswith(("generate_with_", "examples."))]:
         if str(tmp_path) in str(getattr(sys.modules[module], "__file__", "")):
             del sys.modules[module]
