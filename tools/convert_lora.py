@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 
     from slime.conversion.reader import SafetensorsReader
 
-PREFIX, HALVES = "base_model.model.", ("lora_A", "lora_B")
-UNKNOWN = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern")
+HALVES = ("lora_A", "lora_B")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -48,20 +46,21 @@ def read_adapter(directory: Path, reader: SafetensorsReader) -> tuple[dict[str, 
     from safetensors.torch import load_file
 
     from slime.utils.errors import UsageError
+    from slime.weights.adapters import PEFT_PREFIX, not_plain, scale_of
 
     try:
         config = json.loads((directory / "adapter_config.json").read_text())
         tensors = load_file(directory / "adapter_model.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(f"--adapter {directory} is no PEFT directory that can be read ({error}).") from error
-    if odd := [name for name in UNKNOWN if config.get(name)] + ["bias"] * (config.get("bias", "none") != "none"):
-        raise UsageError(f"--adapter {directory}: {odd[0]} {config[odd[0]]} cannot be merged by this tool; use PEFT.")
+    for sentence in not_plain(config):
+        raise UsageError(f"--adapter {directory}: {sentence}")
     named = {
-        name.removeprefix(PREFIX).rsplit(f".{half}.", 1)[0] for name in tensors for half in HALVES if half in name
+        name.removeprefix(PEFT_PREFIX).rsplit(f".{half}.", 1)[0] for name in tensors for half in HALVES if half in name
     }
     infos, found = reader.infos(), dict[str, tuple[Any, ...]]()
     for module in sorted(named):
-        pair = tuple(tensors.pop(f"{PREFIX}{module}.{half}.weight", None) for half in HALVES)
+        pair = tuple(tensors.pop(f"{PEFT_PREFIX}{module}.{half}.weight", None) for half in HALVES)
         shape = infos[f"{module}.weight"].shape if f"{module}.weight" in infos else None
         if any(half is None for half in pair) or tuple(shape or ()) != (pair[1].shape[0], pair[0].shape[1]):
             halves = [half if half is None else tuple(half.shape) for half in pair]
@@ -74,12 +73,7 @@ def read_adapter(directory: Path, reader: SafetensorsReader) -> tuple[dict[str, 
         raise UsageError(
             f"--adapter {directory}: {next(iter(tensors), 'nothing')} in it is no A or B of a linear layer."
         )
-    return found, _scale(config)
-
-
-def _scale(config: Mapping[str, Any]) -> float:
-    rank = config["r"]
-    return float(config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    return found, scale_of(config)
 
 
 def convert(args: argparse.Namespace) -> int:

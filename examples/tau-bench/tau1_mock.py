@@ -1,6 +1,6 @@
 """Write the tasks of an environment as rows whose prompt is the task's number.
 
-    python examples/tau-bench/tau1_mock.py --local_dir /root/tau-bench --env retail
+    python examples/tau-bench/tau1_mock.py --local_dir tau-bench --env retail
     python examples/tau-bench/tau1_mock.py --local_dir outputs/tau-bench/data --env shop
 
 Files: {env}_{split}_tasks.jsonl, rows {"index": "0", "metadata": {...}}; --input-key index reads them.

@@ -13,7 +13,8 @@ from typing import Any
 BASE = "slime-base"
 """As `lora_path` of a request: the model without adapters, on an engine of ours."""
 _PREFIX = "slime-v"
-_PEFT = "base_model.model."
+PEFT_PREFIX = "base_model.model."
+"""Of the name of every tensor in a PEFT directory."""
 _IGNORED = ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Of init_lora_weights: PEFT takes B A, as it begins, off the base's weights when it loads such an adapter."""
@@ -65,7 +66,7 @@ def check_adapter(
         raise ValueError(f"the adapter has {', '.join(ignored)}, which engines ignore: their scale is lora_alpha / r")
     modules: dict[str, set[str]] = {}
     for name, shape in shapes.items():
-        module, _, half = name.removeprefix(_PEFT).removesuffix(".weight").rpartition(".lora_")
+        module, _, half = name.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".lora_")
         weight = base.get(f"{module}.weight")
         if weight is None:
             raise ValueError(f"{name}: the model has no {module}.weight")
@@ -89,25 +90,14 @@ def _check_complete(module: str, halves: set[str], modules: Mapping[str, Any]) -
             raise ValueError(f"{module} comes without {', '.join(missing)}, of which the engine makes one weight")
 
 
-def adapter_differences(config: Mapping[str, Any], rank: int, scale: float, targets: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for every way in which an adapter is not one of this rank, scale and projections.
+def scale_of(config: Mapping[str, Any]) -> float:
+    """What B A is multiplied by, as adapter_config.json says: alpha / r, or alpha / sqrt(r) with use_rslora."""
+    rank = config["r"]
+    return float(config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
-    Args:
-        config: of adapter_config.json.
-        rank: of --lora-rank.
-        scale: what the flags multiply B A by.
-        targets: HF's names of the projections that the flags train.
-    """
-    theirs, alpha = config.get("r") or 0, config.get("lora_alpha") or 0
-    divisor = math.sqrt(theirs) if config.get("use_rslora") else theirs
-    if theirs != rank:
-        yield f"the adapter has rank {theirs}; give --lora-rank {theirs}."
-    elif not math.isclose(alpha / divisor, scale):
-        rslora = " --lora-use-rslora" if config.get("use_rslora") else ""
-        yield f"the adapter is multiplied by {alpha / divisor:g}; give --lora-alpha {alpha}{rslora}."
-    named = config.get("target_modules") or ()
-    if named != "all-linear" and set(named) != set(targets):
-        yield f"the adapter is of {', '.join(sorted(named))}; give --lora-target-modules {' '.join(sorted(named))}."
+
+def not_plain(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for everything that makes an adapter more than W + scale B A over an unchanged W."""
     if str(config.get("init_lora_weights")).partition("_niter")[0] in _CHANGES_BASE:
         yield (
             f"init_lora_weights {config['init_lora_weights']} of its adapter_config.json changes the base; convert it "
@@ -119,3 +109,24 @@ def adapter_differences(config: Mapping[str, Any], rank: int, scale: float, targ
         *(["bias"] if config.get("bias", "none") != "none" else []),
     ]:
         yield f"{name} {config[name]} of its adapter_config.json is not built; take an adapter without it."
+
+
+def adapter_differences(config: Mapping[str, Any], rank: int, scale: float, targets: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for every way in which an adapter is not one of this rank, scale and projections.
+
+    Args:
+        config: of adapter_config.json.
+        rank: of --lora-rank.
+        scale: what the flags multiply B A by.
+        targets: HF's names of the projections that the flags train.
+    """
+    theirs = config.get("r") or 0
+    if theirs != rank:
+        yield f"the adapter has rank {theirs}; give --lora-rank {theirs}."
+    elif not math.isclose(scale_of(config), scale):
+        rslora = " --lora-use-rslora" if config.get("use_rslora") else ""
+        yield f"the adapter is multiplied by {scale_of(config):g}; give --lora-alpha {config['lora_alpha']}{rslora}."
+    named = config.get("target_modules") or ()
+    if named != "all-linear" and set(named) != set(targets):
+        yield f"the adapter is of {', '.join(sorted(named))}; give --lora-target-modules {' '.join(sorted(named))}."
+    yield from not_plain(config)

@@ -61,7 +61,10 @@ def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path, capsys: pyt
     given = json.loads(config.read_text())
     config.write_text(json.dumps(given | {"use_dora": True}))
     assert merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out") == 2
-    assert "use_dora True cannot be merged" in capsys.readouterr().err
+    assert "use_dora True of its adapter_config.json is not built" in capsys.readouterr().err
+    config.write_text(json.dumps(given | {"init_lora_weights": "pissa_niter_4"}))
+    assert merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out") == 2
+    assert "init_lora_weights pissa_niter_4 of its adapter_config.json changes the base" in capsys.readouterr().err
     config.write_text(json.dumps(given))
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     tensors = load_file(file)
