@@ -131,7 +131,7 @@ def main() -> None:
 
 
 def adapter_room(rank: int | None) -> dict[str, Any]:
-    """What an engine is started with that serves adapters."""
+    """Return the settings of an engine that serves adapters."""
     if rank is None:
         return {}
     room: dict[str, Any] = {"max_lora_rank": rank, "lora_target_modules": DENSE, "max_loras_per_batch": 2}

@@ -299,3 +299,13 @@ print(json.dumps({"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"], "PYTHONUN
     { printf '%q ' exec env -C "$SLIME_ROOT" "$@" && echo; } >"$job"
     "$PYTHON" -m ray.scripts.scripts job submit --address "$SLIME_RAY_DASHBOARD" --runtime-env-json "$environment" -- bash "$job"
 }
+
+# phase NAME: end the phase before and start the next; phase "" only ends. `summary` has the seconds of each.
+phase_name="" phase_started=$SECONDS summary=""
+phase() {
+    if [ -n "$phase_name" ]; then
+        summary+="$(printf '%6d s  %s' $((SECONDS - phase_started)) "$phase_name")"$'\n'
+    fi
+    phase_name="$1" phase_started=$SECONDS
+    [ -z "$1" ] || printf '\n=== %s\n' "$1"
+}

@@ -45,16 +45,6 @@ if [ $((SFT_STEPS % STEPS_PER_ROLLOUT)) -ne 0 ]; then
     exit 2
 fi
 
-summary=""
-phase_name="" phase_started=$SECONDS script_started=$SECONDS
-phase() { # phase NAME: end the phase before and start the next; phase "" only ends
-    if [ -n "$phase_name" ]; then
-        summary+="$(printf '%6d s  %s' $((SECONDS - phase_started)) "$phase_name")"$'\n'
-    fi
-    phase_name="$1" phase_started=$SECONDS
-    [ -z "$1" ] || printf '\n=== %s\n' "$1"
-}
-
 phase "environment"
 if [ "$dry_run" ]; then
     slime_env_to_ask
@@ -113,4 +103,4 @@ phase "the same prompt before and after"
 phase ""
 
 "$PYTHON" examples/tiny_cpu/summarize.py --sft "$source_dir/sft" --grpo "$OUTPUT/grpo"
-printf '\nseconds per phase\n%s%6d s  in all\n' "$summary" $((SECONDS - script_started))
+printf '\nseconds per phase\n%s%6d s  in all\n' "$summary" $SECONDS

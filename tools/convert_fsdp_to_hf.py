@@ -146,16 +146,10 @@ def tensor_jobs(reader: TorchDistReader, name_of: Mapping[str, str], dtype: torc
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    from slime.utils.errors import UsageError
+    from slime.utils.errors import exit_status
 
     args = make_parser().parse_args(argv)
-    try:
-        count = convert(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {count} tensors of {args.input_dir} to {args.output_dir}")
-    return 0
+    return exit_status(lambda: f"wrote {convert(args)} tensors of {args.input_dir} to {args.output_dir}")
 
 
 if __name__ == "__main__":

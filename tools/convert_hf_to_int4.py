@@ -206,16 +206,10 @@ def read_texts(path: Path, tokenizer: Any) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    from slime.utils.errors import UsageError
+    from slime.utils.errors import exit_status
 
     args = make_parser().parse_args(argv)
-    try:
-        count = convert(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {args.output_dir}: {count} weights in int4")
-    return 0
+    return exit_status(lambda: f"wrote {args.output_dir}: {convert(args)} weights in int4")
 
 
 if __name__ == "__main__":

@@ -148,16 +148,10 @@ def int4_jobs(reader: SafetensorsReader, fmt: Int4Format) -> list[Job]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    from slime.utils.errors import UsageError
+    from slime.utils.errors import exit_status
 
     args = make_parser().parse_args(argv)
-    try:
-        count = convert(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {args.save_dir}: {count} weights in int4")
-    return 0
+    return exit_status(lambda: f"wrote {args.save_dir}: {convert(args)} weights in int4")
 
 
 if __name__ == "__main__":

@@ -115,16 +115,10 @@ def convert(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    from slime.utils.errors import UsageError
+    from slime.utils.errors import exit_status
 
     args = make_parser().parse_args(argv)
-    try:
-        count = convert(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {args.output}: {count} weights had an adapter")
-    return 0
+    return exit_status(lambda: f"wrote {args.output}: {convert(args)} weights had an adapter")
 
 
 if __name__ == "__main__":

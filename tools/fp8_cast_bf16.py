@@ -75,16 +75,10 @@ def convert(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    from slime.utils.errors import UsageError
+    from slime.utils.errors import exit_status
 
     args = make_parser().parse_args(argv)
-    try:
-        count = convert(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {args.output_bf16_hf_path}: {count} weights were fp8")
-    return 0
+    return exit_status(lambda: f"wrote {args.output_bf16_hf_path}: {convert(args)} weights were fp8")
 
 
 if __name__ == "__main__":

@@ -30,15 +30,6 @@ if [ $((SFT_STEPS % STEPS_PER_ROLLOUT)) -ne 0 ]; then
     exit 2
 fi
 
-phase_name="" phase_started=$SECONDS summary=""
-phase() { # phase NAME: end the phase before and start the next; phase "" only ends
-    if [ -n "$phase_name" ]; then
-        summary+="$(printf '%6d s  %s' $((SECONDS - phase_started)) "$phase_name")"$'\n'
-    fi
-    phase_name="$1" phase_started=$SECONDS
-    [ -z "$1" ] || printf '\n=== %s\n' "$1"
-}
-
 phase "environment"
 slime_env --cpu
 source_dir="${SFT_FROM:-$OUTPUT}"

@@ -20,7 +20,7 @@ class SubprocessInterpreter:
         self.execution_timeout, self.memory_mb = execution_timeout, memory_mb
 
     async def run(self, code: str, code_type: str = "python") -> str:
-        """What a program prints, then its error where it failed; the middle of a long text is left out.
+        """Run a program; return what it printed, and its error if it failed. The middle of a long text is left out.
 
         Raises:
             ValueError: there is no interpreter for this type.

@@ -1,4 +1,4 @@
-"""What a model wrote, as OpenAI's assistant message and as tau-bench's next action."""
+"""Turn what a model wrote into OpenAI's assistant message and tau-bench's next action."""
 
 from __future__ import annotations
 

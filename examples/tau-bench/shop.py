@@ -106,7 +106,7 @@ class Shop:
         return DONE[needs]
 
     def is_right(self, task: int) -> bool:
-        """Whether the database is as the task's wish leaves it: its order is paid back, and no other one changed."""
+        """Return whether the order of the task is paid back and no other order has changed."""
         order = ORDERS[task]
         return self.changes == {order.order_id: DONE[order.status]}
 
@@ -117,7 +117,7 @@ def opening(task: int) -> str:
 
 
 def scripted_reply(task: int, said: str) -> str:
-    """What a scripted customer answers: the order number to a question, and else that the conversation is over."""
+    """Return a scripted customer's answer: the order number to a question, or else the end of the conversation."""
     return f"It is {ORDERS[task].order_id}." if "?" in said else STOP
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,16 @@ class UsageError(ValueError):
 
     def __reduce__(self) -> tuple[type[UsageError], tuple[list[str]]]:
         return type(self), (self.messages,)  # Exception would pickle the joined text, and Ray pickles exceptions
+
+
+def exit_status(work: Callable[[], str]) -> int:
+    """Run a tool: print the sentence that it returns, or its UsageError on stderr; returns the status, 0 or 2."""
+    try:
+        print(work())
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 class HttpError(RuntimeError):

@@ -56,6 +56,7 @@ from slime.config.megatron.lora_plan import LoraPlan, base_of, plan_in, served_p
 from slime.models.families import family_of_args
 from slime.utils.distributed_utils import gathered, get_gloo_group
 from slime.utils.errors import UsageError
+from slime.weights.adapters import PEFT_PREFIX
 
 logger = logging.getLogger(__name__)
 NO_MODEL = "its run writes merged models with --save-hf"
@@ -416,7 +417,7 @@ def _named_adapters(args: Args, models: Sequence[torch.nn.Module]) -> Iterator[t
     for model in models:
         for name, module in _linears(model, plan):
             hf_names = family.find(f"{name}.weight", args.num_layers)[1]
-            yield [f"base_model.model.{hf_name.removesuffix('.weight')}" for hf_name in hf_names], module.lora
+            yield [PEFT_PREFIX + hf_name.removesuffix(".weight") for hf_name in hf_names], module.lora
 
 
 def _is_first_copy(adapter: Adapter) -> bool:
