@@ -42,15 +42,14 @@ def restarted(sample: Sample) -> Sample:
 
 
 async def until_trusted(args: Args, sample: Sample, attempt: Callable[[Sample], Awaitable[Completed]]) -> Completed:
-    """Make a sample; with --on-untrusted-reward retry again from its prompt while its reward is not trusted.
+    """Make a sample, and again from its prompt while its reward is not trusted (--on-untrusted-reward retry).
 
     Args:
-        args: `on_untrusted_reward`, and `max_group_retries`, which bounds the further attempts.
+        args: `max_group_retries` bounds the further attempts.
         sample: as it was handed out.
         attempt: generates and scores a sample.
     """
-    tries = args.max_group_retries if args.on_untrusted_reward == "retry" else 0
-    untouched = sample.snapshot() if tries else sample
+    tries, untouched = args.max_group_retries, sample.snapshot()
     completed = await attempt(sample)
     while tries and (reason := _untrusted_end(completed)):
         tries -= 1

@@ -262,6 +262,8 @@ async def generate_and_rm(
     Raises:
         SampleError: the generate function, a hook or the reward failed, or returned what cannot be used.
     """
+    if args.on_untrusted_reward != "retry":  # most runs: no coroutine and closure more for each sample
+        return await _attempt(args, sample, sampling_params, evaluation)
     return await until_trusted(args, sample, lambda one: _attempt(args, one, sampling_params, evaluation))
 
 
