@@ -45,6 +45,18 @@ async def execute_python_code(code: str) -> str:
     return await SubprocessInterpreter().run(code)
 
 
+def conversation_of(sample: Sample) -> tuple[str, list[dict[str, Any]]]:
+    """Return the system prompt and all other messages of a sample's prompt, as Strands has them.
+
+    System messages of the prompt follow `SYSTEM_PROMPT`.
+    """
+    prompt = sample.prompt
+    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    system = [SYSTEM_PROMPT, *(message["content"] for message in given if message["role"] == "system")]
+    others = [message for message in given if message["role"] != "system"]
+    return "\n\n".join(system), [{"role": m["role"], "content": [{"text": m["content"]}]} for m in others]
+
+
 async def solve(base_url: str, api_key: str, sample: Sample) -> None:
     """Let an agent of Strands work on a sample's problem; the reward is --custom-rm-path's.
 
@@ -67,10 +79,10 @@ async def solve(base_url: str, api_key: str, sample: Sample) -> None:
         client_args={"base_url": base_url, "api_key": api_key, "max_retries": 0}, model_id="slime-actor"
     )
     named = tool(name="execute_python_code", description=(execute_python_code.__doc__ or "").split("\n")[0])(guarded)
-    agent = Agent(model=model, tools=[named], system_prompt=SYSTEM_PROMPT, callback_handler=None, retry_strategy=None)
-    prompt = sample.prompt if isinstance(sample.prompt, str) else sample.prompt[-1]["content"]
+    system, messages = conversation_of(sample)
+    agent = Agent(model=model, tools=[named], system_prompt=system, callback_handler=None, retry_strategy=None)
     try:
-        await agent.invoke_async(prompt)
+        await agent.invoke_async(messages)
     finally:
         if failures:
             raise failures[0]

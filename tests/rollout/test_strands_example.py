@@ -63,7 +63,7 @@ def execute(monkeypatch):
     SingletonMeta.clear_instances(rollout.Places)
     monkeypatch.setattr(rollout, "GenerateState", lambda args: SimpleNamespace(aborted=False))
 
-    def execute(texts):
+    def execute(texts, prompt=({"role": "user", "content": "6*7"},)):
         engine = ScriptedEngine(TOKENIZER, [f"{text}{END}" for text in texts])
         with served(engine.app) as url:
             gateway = Gateway(tokenizer=TOKENIZER, sglang_url=url, tool_parser="hermes").start()
@@ -74,7 +74,7 @@ def execute(monkeypatch):
             monkeypatch.setattr(rollout, "shared_gateway", shared)
             names = ("max_turns", "rollout_max_context_len", "eval_max_context_len", "reward_key", "eval_reward_key")
             args = SimpleNamespace(**dict.fromkeys(names), partial_rollout=False)
-            sample = Sample(index=3, prompt=[{"role": "user", "content": "6*7"}], label="42")
+            sample = Sample(index=3, prompt=list(prompt), label="42")
             try:
                 return asyncio.run(gen.generate(args, sample, {"max_new_tokens": 200}))
             finally:
@@ -98,6 +98,29 @@ def test_an_agent_of_strands_trains_the_tokens_of_the_engine(execute):
     assert TOKENIZER.decode(written) == "".join(text + END for text in texts)
     assert "42" in TOKENIZER.decode([token for token, bit in zip(ids, sample.loss_mask, strict=True) if not bit])
     assert (sample.end_reason, sample.metadata["agent"]["turns"]) == ("done", 2)
+
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "6*7"},
+    {"role": "assistant", "content": "42"},
+    {"role": "user", "content": "and 7*8?"},
+]
+
+
+def test_the_agent_gets_all_messages_of_a_prompt():
+    system, messages = gen.conversation_of(Sample(prompt=TALK))
+    assert system == f"{gen.SYSTEM_PROMPT}\n\nBe brief."
+    assert messages == [{"role": m["role"], "content": [{"text": m["content"]}]} for m in TALK[1:]]
+    assert gen.conversation_of(Sample(prompt="6*7")) == (gen.SYSTEM_PROMPT, messages[:1])
+
+
+@needs_strands
+def test_the_model_sees_all_messages_of_a_prompt(execute):
+    sample = execute(["\\boxed{56}"], TALK)
+    asked = TOKENIZER.decode(sample.tokens[: -sample.response_length])
+    order = [asked.index(f"<|im_start|>{m['role']}\n{m['content']}{END}") for m in TALK[1:]]
+    assert order == sorted(order) and f"Be brief.{END}" in asked
 
 
 @needs_strands
