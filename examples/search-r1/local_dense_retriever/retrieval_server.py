@@ -69,16 +69,19 @@ class DenseRetriever:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._model = AutoModel.from_pretrained(model).eval().to(self._device)
 
-    def find(self, queries: Sequence[str], topk: int) -> list[Found]:
-        """(row, score) of the best documents."""
+    def encode(self, queries: Sequence[str]) -> Any:
+        """Vectors of length 1 as E5 makes them, float32 [Q, H]."""
         texts = [f"query: {query}" for query in queries]
         with self._torch.no_grad():
             batch = self._tokenizer(texts, padding=True, truncation=True, max_length=256, return_tensors="pt")
             batch = batch.to(self._device)
             states, mask = self._model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1)
             mean = (states * mask).sum(1) / mask.sum(1)
-            vectors = self._torch.nn.functional.normalize(mean, dim=-1).float().cpu().numpy()
-        scores, rows = self._index.search(vectors, topk)
+            return self._torch.nn.functional.normalize(mean, dim=-1).float().cpu().numpy()
+
+    def find(self, queries: Sequence[str], topk: int) -> list[Found]:
+        """(row, score) of the best documents."""
+        scores, rows = self._index.search(self.encode(queries), topk)
         return [
             [(int(row), float(score)) for row, score in zip(*found, strict=True) if row >= 0]
             for found in zip(rows, scores, strict=True)
