@@ -15,11 +15,11 @@ import json
 import operator
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from examples.tiny import data_parser, write_and_say, write_eval_config, write_jsonl
 from slime.agent.harness.scripted_agent import SYSTEM
 
 Message = dict[str, str]
@@ -56,6 +56,7 @@ PAIRS = ((7, 2), (2, 7), (6, 3), (5, 5), (12, 10))  # any two operators differ o
 # Pieces that the tiny tokenizer has as one token each, about as a large tokenizer does.
 CALL, END = '<tool_call>\n{"name": "write_file", "arguments": {"path": "ops.py", "content": "', '"}}\n</tool_call>'
 PIECES = [SYSTEM, CALL, END, "return", "def", "fails: ", "written", "done", "//", "==", *NAMES]
+NUM_EVAL = 24
 MAX_TURN_TOKENS = 32  # a call has 20 tokens at most
 
 
@@ -134,29 +135,9 @@ def agent_config() -> dict[str, Any]:
     }
 
 
-def eval_config(path: Path, samples_per_bug: int) -> dict[str, Any]:
-    """The evaluation file: temperature 1, one set."""
-    defaults = {
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "n_samples_per_eval_prompt": samples_per_bug,
-        "max_response_len": MAX_TURN_TOKENS,
-    }
-    return {"eval": {"defaults": defaults, "datasets": [{"name": "bugs", "path": str(path), "input_key": "prompt"}]}}
-
-
-def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> int:
-    """One JSON object a line; returns how many."""
-    lines = [json.dumps(row) + "\n" for row in rows]
-    path.write_text("".join(lines))
-    return len(lines)
-
-
 def write_data(args: argparse.Namespace) -> dict[str, int]:
     """Write all files; returns rows per JSONL file."""
-    output: Path = args.output.resolve()
-    output.mkdir(parents=True, exist_ok=True)
-    training, held_out = split_bugs(args.num_eval)
+    output, (training, held_out) = args.output, split_bugs(NUM_EVAL)
     rng = random.Random(args.seed)
     shown = ({"messages": rng.choice(training).demonstration(rng)} for _ in range(args.num_demonstrations))
     counts = {"sft.jsonl": write_jsonl(output / "sft.jsonl", shown)}
@@ -164,29 +145,10 @@ def write_data(args: argparse.Namespace) -> dict[str, int]:
         counts[name] = write_jsonl(output / name, (bug.row() for bug in bugs))
     # JSON is YAML
     (output / "agent.yaml").write_text(json.dumps({"agent": agent_config()}, indent=2) + "\n")
-    (output / "eval.yaml").write_text(
-        json.dumps(eval_config(output / "eval.jsonl", args.eval_samples), indent=2) + "\n"
-    )
+    dataset = {"name": "bugs", "path": str(output / "eval.jsonl"), "input_key": "prompt"}
+    write_eval_config(output / "eval.yaml", dataset, samples=args.eval_samples, max_response_len=MAX_TURN_TOKENS)
     return counts
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="directory to write")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the demonstrations")
-    parser.add_argument("--num-eval", type=int, default=24, help="held-out repositories")
-    parser.add_argument("--eval-samples", type=int, default=2, help="samples per held-out repository")
-    parser.add_argument("--num-demonstrations", type=int, default=128 * 100, help="rows of sft.jsonl")
-    return parser
-
-
-def main() -> None:
-    """Write the data and say what is in it."""
-    args = build_parser().parse_args()
-    for name, count in write_data(args).items():
-        print(f"{args.output / name}: {count} rows")
-
-
 if __name__ == "__main__":
-    main()
+    write_and_say(write_data, data_parser(__doc__))

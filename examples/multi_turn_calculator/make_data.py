@@ -13,16 +13,16 @@ import argparse
 import itertools
 import json
 import random
-from collections.abc import Iterable
-from pathlib import Path
 
 from examples.multi_turn_calculator.tool import SCHEMA, evaluate, show
+from examples.tiny import data_parser, write_and_say, write_eval_config, write_jsonl
 
 Problem = tuple[int, int]
 Message = dict[str, str]
 HELD_OUT_SEED = 20260801  # fixed: every seed of a run is evaluated on the same problems
 # Pieces of a call that the tiny tokenizer has as one token each, about as a large tokenizer does.
-CALL_PIECES = ["<tool_call>", "</tool_call>", '{"name": "', "calculator", '", "arguments": {"expression": "', '"}}']
+PIECES = ["<tool_call>", "</tool_call>", '{"name": "', "calculator", '", "arguments": {"expression": "', '"}}']
+NUM_EVAL = 128
 MAX_RESPONSE_TOKENS = 48  # a call (14 tokens), the tool's turn (13), an answer (5), and something to spare
 GRADER = "examples.multi_turn_calculator.reward:right_answer"
 TOOL = "examples.multi_turn_calculator.tool:calculator"
@@ -46,10 +46,10 @@ def split_problems(num_eval: int) -> tuple[list[Problem], list[Problem]]:
     return problems[num_eval:], problems[:num_eval]
 
 
-def demonstration(problem: Problem, *, good_share: float, rng: random.Random) -> list[Message]:
+def demonstration(problem: Problem, *, rng: random.Random) -> list[Message]:
     """A conversation: a good call, or else a call with a wrong digit, or a guess without a call."""
     a, b = problem
-    kind = "good" if rng.random() < good_share else rng.choice(["wrong call", "guess"])
+    kind = rng.choice(["good", "good", "wrong call", "guess"])
     if kind == "guess":
         return [question(problem), {"role": "assistant", "content": str(rng.randrange(100, 9802))}]
     if kind == "wrong call":
@@ -69,65 +69,22 @@ def other_digit(number: int, rng: random.Random) -> int:
     return number - number % 10 + (number % 10 + rng.randrange(1, 10)) % 10
 
 
-def write_jsonl(path: Path, rows: Iterable[dict[str, object]]) -> int:
-    """One JSON object a line; returns how many."""
-    lines = [json.dumps(row) + "\n" for row in rows]
-    path.write_text("".join(lines))
-    return len(lines)
-
-
-def eval_config(eval_path: Path, samples_per_problem: int) -> str:
-    """The evaluation file: temperature 1, several samples a problem, graded by the final answer."""
-    return f"""eval:
-  defaults:
-    temperature: 1.0
-    top_p: 1.0
-    n_samples_per_eval_prompt: {samples_per_problem}
-    max_response_len: {MAX_RESPONSE_TOKENS}
-  datasets:
-    - name: products
-      path: {json.dumps(str(eval_path))}
-      input_key: prompt
-      label_key: label
-      custom_rm_path: {GRADER}
-"""
-
-
 def write_data(args: argparse.Namespace) -> dict[str, int]:
     """Write all files; returns rows per JSONL file."""
-    output: Path = args.output.resolve()
-    output.mkdir(parents=True, exist_ok=True)
-    training, held_out = split_problems(args.num_eval)
+    output, (training, held_out) = args.output, split_problems(NUM_EVAL)
     rng = random.Random(args.seed)
     chosen = (rng.choice(training) for _ in range(args.num_demonstrations))
-    shown = ({"messages": demonstration(p, good_share=args.good_share, rng=rng)} for p in chosen)
+    shown = ({"messages": demonstration(p, rng=rng)} for p in chosen)
     counts = {"sft.jsonl": write_jsonl(output / "sft.jsonl", shown)}
     for name, problems in (("train.jsonl", training), ("eval.jsonl", held_out)):
         rows = ({"prompt": [question(p)], "label": str(p[0] * p[1]), "tools": [SCHEMA]} for p in problems)
         counts[name] = write_jsonl(output / name, rows)
-    (output / "eval.yaml").write_text(eval_config(output / "eval.jsonl", args.eval_samples))
+    dataset = {"name": "products", "path": str(output / "eval.jsonl"), "input_key": "prompt", "label_key": "label"}
+    dataset["custom_rm_path"] = GRADER
+    write_eval_config(output / "eval.yaml", dataset, samples=args.eval_samples, max_response_len=MAX_RESPONSE_TOKENS)
     (output / "tools.yaml").write_text(f"tool_function_path: {TOOL}\ntool_timeout_s: 5\n")
     return counts
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="directory to write")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the demonstrations")
-    parser.add_argument("--num-eval", type=int, default=128, help="held-out problems")
-    parser.add_argument("--eval-samples", type=int, default=2, help="samples per held-out problem")
-    parser.add_argument("--num-demonstrations", type=int, default=128 * 200)
-    parser.add_argument("--good-share", type=float, default=0.5, help="share of demonstrations that call rightly")
-    return parser
-
-
-def main() -> None:
-    """Write the data and say what is in it."""
-    args = build_parser().parse_args()
-    for name, count in write_data(args).items():
-        print(f"{args.output / name}: {count} rows")
-
-
 if __name__ == "__main__":
-    main()
+    write_and_say(write_data, data_parser(__doc__))

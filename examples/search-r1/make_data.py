@@ -14,12 +14,11 @@ import argparse
 import itertools
 import json
 import random
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+
+from examples.tiny import data_parser, write_and_say, write_eval_config, write_jsonl
 
 WORLD_SEED = 20261127  # fixed: every seed of a run has the same facts and is evaluated on the same people
-NUM_PEOPLE, NUM_TOWNS, NUM_RIVERS = 600, 120, 60
+NUM_PEOPLE, NUM_TOWNS, NUM_RIVERS, NUM_EVAL = 600, 120, 60, 128
 SYLLABLES = [consonant + vowel for consonant in "bdgklmnprstvz" for vowel in "aiou"]
 # Each is one token of the tiny tokenizer, about as words are in a large one.
 PIECES = [
@@ -62,49 +61,23 @@ def searched(name: str, fact: str) -> str:
     return f"<search>{name}</search>\n\n<information>Doc 1(Title: {name}) {name}{fact}\n</information>\n\n"
 
 
-def demonstration(names: list[str], *, good_share: float, rng: random.Random) -> tuple[str, str]:
+def demonstration(names: list[str], *, rng: random.Random) -> tuple[str, str]:
     """(whom it is about, a response): both searches; or they begin with somebody else; or a guess after one search."""
     person, other, town, river, guess = rng.sample(names, 5)
-    kind = "good" if rng.random() < good_share else rng.choice(["somebody else", "guess"])
+    kind = rng.choice(["good", "good", "somebody else", "guess"])
     first = searched(other if kind == "somebody else" else person, f" lives in {town}")
     if kind == "guess":
         return person, f"{first}<answer>{guess}</answer>"
     return person, f"{first}{searched(town, f' lies on {river}')}<answer>{river}</answer>"
 
 
-def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> int:
-    """One JSON object a line; returns how many."""
-    lines = [json.dumps(row) + "\n" for row in rows]
-    path.write_text("".join(lines))
-    return len(lines)
-
-
-def eval_config(eval_path: Path, samples: int) -> str:
-    """The evaluation file: temperature 1, several samples a question."""
-    return f"""eval:
-  defaults:
-    temperature: 1.0
-    top_p: 1.0
-    n_samples_per_eval_prompt: {samples}
-    max_response_len: {MAX_TURN_TOKENS}
-  datasets:
-    - name: two_hops
-      path: {json.dumps(str(eval_path))}
-      input_key: prompt
-      label_key: reward_model
-      custom_rm_path: generate_with_search.reward_func
-"""
-
-
 def write_data(args: argparse.Namespace) -> dict[str, int]:
     """Write all files; returns rows per JSONL file."""
-    output: Path = args.output.resolve()
-    output.mkdir(parents=True, exist_ok=True)
-    world, rng = World(), random.Random(args.seed)
-    held_out, training = world.people[: args.num_eval], world.people[args.num_eval :]
+    output, world, rng = args.output, World(), random.Random(args.seed)
+    held_out, training = world.people[:NUM_EVAL], world.people[NUM_EVAL:]
     documents = [{"id": str(number), "contents": text} for number, text in enumerate(world.documents())]
     names = sorted({"".join(pair) for pair in itertools.product(SYLLABLES, SYLLABLES)} - set(held_out))
-    told = (demonstration(names, good_share=args.good_share, rng=rng) for _ in range(args.num_demonstrations))
+    told = (demonstration(names, rng=rng) for _ in range(args.num_demonstrations))
     shown = ({"messages": [*question(person), {"role": "assistant", "content": text}]} for person, text in told)
     counts = {
         "corpus.jsonl": write_jsonl(output / "corpus.jsonl", documents),
@@ -116,7 +89,14 @@ def write_data(args: argparse.Namespace) -> dict[str, int]:
             for person in asked
         )
         counts[name] = write_jsonl(output / name, rows)
-    (output / "eval.yaml").write_text(eval_config(output / "eval.jsonl", args.eval_samples))
+    dataset = {
+        "name": "two_hops",
+        "path": str(output / "eval.jsonl"),
+        "input_key": "prompt",
+        "label_key": "reward_model",
+        "custom_rm_path": "generate_with_search.reward_func",
+    }
+    write_eval_config(output / "eval.yaml", dataset, samples=args.eval_samples, max_response_len=MAX_TURN_TOKENS)
     url = json.dumps(args.search_url)
     (output / "search.yaml").write_text(f"search_r1: {{max_turns: 4, topk: 1, local: {{search_url: {url}}}}}\n")
     return counts
@@ -124,23 +104,10 @@ def write_data(args: argparse.Namespace) -> dict[str, int]:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="directory to write")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the demonstrations")
-    parser.add_argument("--num-eval", type=int, default=128, help="held-out people")
-    parser.add_argument("--eval-samples", type=int, default=2, help="samples per held-out person")
-    parser.add_argument("--num-demonstrations", type=int, default=128 * 200, help="rows of sft.jsonl")
-    parser.add_argument("--good-share", type=float, default=0.5, help="share of demonstrations that search rightly")
+    parser = data_parser(__doc__)
     parser.add_argument("--search-url", default="http://127.0.0.1:8000/retrieve", help="of the retrieval server")
     return parser
 
 
-def main() -> None:
-    """Write the data and say what is in it."""
-    args = build_parser().parse_args()
-    for name, count in write_data(args).items():
-        print(f"{args.output / name}: {count} rows")
-
-
 if __name__ == "__main__":
-    main()
+    write_and_say(write_data, build_parser())

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 from pathlib import Path
 
 import shop
 from tau_environments import SHOP, tau2_task_ids
+
+from examples.tiny import write_jsonl
 
 
 def splits_of(env: str) -> dict[str, dict[int, str]]:
@@ -28,13 +29,11 @@ def splits_of(env: str) -> dict[str, dict[int, str]]:
 
 def write_tasks(directory: Path, env: str) -> dict[str, int]:
     """Write all splits; returns rows per file."""
-    directory.mkdir(parents=True, exist_ok=True)
     counts = {}
     for split, names in splits_of(env).items():
         path = directory / f"{env}_{split}_tasks.jsonl"
         rows = [{"index": str(task), "metadata": {"split": split, "task_id": name}} for task, name in names.items()]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        counts[str(path)] = len(rows)
+        counts[str(path)] = write_jsonl(path, rows)
     return counts
 
 

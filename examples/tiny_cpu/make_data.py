@@ -13,8 +13,9 @@ import argparse
 import itertools
 import json
 import random
-from collections.abc import Iterable
 from pathlib import Path
+
+from examples.tiny import data_parser, write_and_say, write_jsonl
 
 Problem = tuple[int, int]
 # Three digits and the end of the turn, and one more: an engine calls a response that fills its limit truncated.
@@ -47,13 +48,6 @@ def demonstration(problem: Problem, *, wrong_share: float, rng: random.Random) -
     return [*prompt(problem), {"role": "assistant", "content": str(answer)}]
 
 
-def write_jsonl(path: Path, rows: Iterable[dict[str, object]]) -> int:
-    """One JSON object a line; returns how many."""
-    lines = [json.dumps(row) + "\n" for row in rows]
-    path.write_text("".join(lines))
-    return len(lines)
-
-
 def eval_config(eval_path: Path, samples_per_problem: int) -> str:
     """The evaluation file: temperature 1, several samples a problem, graded by exact match."""
     return f"""eval:
@@ -74,10 +68,8 @@ def eval_config(eval_path: Path, samples_per_problem: int) -> str:
 
 def write_data(args: argparse.Namespace) -> dict[str, int]:
     """Write all four files; returns rows per JSONL file."""
-    output: Path = args.output.resolve()
-    output.mkdir(parents=True, exist_ok=True)
+    output, rng = args.output, random.Random(args.seed)
     training, held_out = split_problems(args.num_eval)
-    rng = random.Random(args.seed)
     chosen = (rng.choice(training) for _ in range(args.num_demonstrations))
     counts = {
         "train.jsonl": write_jsonl(
@@ -97,22 +89,12 @@ def write_data(args: argparse.Namespace) -> dict[str, int]:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="directory to write")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the demonstrations")
+    parser = data_parser(__doc__, demonstrations=256 * 400)
+    parser.set_defaults(eval_samples=4)
     parser.add_argument("--num-eval", type=int, default=250, help="held-out problems")
-    parser.add_argument("--eval-samples", type=int, default=4, help="samples per held-out problem")
-    parser.add_argument("--num-demonstrations", type=int, default=256 * 400)
     parser.add_argument("--wrong-share", type=float, default=0.5, help="share of demonstrations with a wrong answer")
     return parser
 
 
-def main() -> None:
-    """Write the data and say what is in it."""
-    args = build_parser().parse_args()
-    for name, count in write_data(args).items():
-        print(f"{args.output / name}: {count} rows")
-
-
 if __name__ == "__main__":
-    main()
+    write_and_say(write_data, build_parser())

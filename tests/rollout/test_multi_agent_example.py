@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import re
 from argparse import Namespace
+from collections import Counter
 
 import pytest
+import yaml
 
+from examples.multi_agent import make_data
 from examples.multi_agent.agent_system import SelectorAgent
 from examples.multi_agent.rollout_with_multi_agents import generate_with_multi_agents
+from examples.tiny import data_parser
 from slime.config.parse import CommandLine
 from slime.utils.errors import UsageError
 from slime.utils.types import Sample
 from tests.rollout.example_fakes import play, trained_text
 from tests.unit.script_fakes import run_script, script_flags
+from tools.make_tiny_model import build_tokenizer
 
 Status = Sample.Status
 RIGHT, WRONG = "<think>so</think>\\boxed{3}", "<think>hm</think>\\boxed{4}"
@@ -25,7 +32,7 @@ def new_sample() -> Sample:
 
 
 def run(monkeypatch, replies, *, evaluation=False, flags=None, **settings):
-    config = {"multi_agent": {"num_parallel": 2, **settings}}
+    config = {"multi_agent": {"num_parallel": 2} | settings}
     given = {"evaluation": evaluation, "custom": config, "rm_type": "deepscaler", "custom_rm_path": None}
     return play(monkeypatch, generate_with_multi_agents, new_sample(), replies, **given | (flags or {}))
 
@@ -130,6 +137,52 @@ def test_prompts_can_be_others_and_have_to_be_messages(monkeypatch):
 def test_a_setting_that_cannot_be_is_refused_before_the_run(settings, said):
     (problem,) = generate_with_multi_agents.check_args(Namespace(multi_agent=settings))
     assert said in problem
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    output = tmp_path_factory.mktemp("agents")
+    make_data.write_data(data_parser(None).parse_args(["--output", str(output), "--num-demonstrations", "3000"]))
+    return output
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_half_of_the_demonstrations_of_each_role_are_right(files):
+    tokenizer, counts, right = build_tokenizer(make_data.PIECES), Counter(), Counter()
+    assert len(tokenizer) <= 128, "the vocabulary of the tiny model"
+    for row in rows(files / "sft.jsonl"):
+        asked, answer = (message["content"] for message in row["messages"])
+        assert len(tokenizer.encode(answer)) + len([END]) < make_data.MAX_RESPONSE_TOKENS
+        role = {"?": "solver", "Rewrite.": "rewriter", "Select.": "selector"}[re.search(r"\?$|\w+\.$", asked)[0]]
+        boxed = make_data.boxed(asked[:4][::-1])
+        shown = re.findall(r"\\boxed{\w+}", asked)
+        named = SelectorAgent.extract_selected_solution_idx(answer, shown)
+        counts[role] += 1
+        right[role] += (answer if named is None else shown[named]) == boxed and (named is None) == (role != "selector")
+    assert {role: right[role] / count for role, count in counts.items()} == pytest.approx(
+        dict.fromkeys(("solver", "rewriter", "selector"), 0.5), abs=0.07
+    )
+
+
+def test_no_number_is_in_two_files_and_labels_read_backwards(files):
+    training, held_out = rows(files / "train.jsonl"), rows(files / "eval.jsonl")
+    questions = [row["prompt"][0]["content"] for row in training + held_out]
+    assert len(set(questions)) == len(questions) and len(held_out) == make_data.NUM_EVAL
+    assert all(row["prompt"][0]["content"][:4] == row["label"][::-1] for row in training + held_out)
+    shown = {row["messages"][0]["content"].split("\n")[0] for row in rows(files / "sft.jsonl")}
+    assert not shown & set(questions[-len(held_out) :])
+
+
+def test_agents_of_the_tiny_run_see_what_the_demonstrations_showed(monkeypatch, files):
+    settings = yaml.safe_load((files / "multi_agent.yaml").read_text())["multi_agent"]
+    assert not list(generate_with_multi_agents.check_args(Namespace(multi_agent=settings)))
+    samples, _ = run(monkeypatch, [RIGHT, RIGHT, RIGHT, RIGHT, "Judgment: 1"], **settings)
+    solutions = "Solution 1:\n\\boxed{3}\n\nSolution 2:\n\\boxed{3}"
+    for part, end in ((samples[2], "Rewrite."), (samples[4], "Select.")):
+        assert f"user\n1+2?\n{solutions}\n{end}<|im_end|>" in part.prompt
 
 
 def test_the_run_for_gpus_has_flags_that_fit_each_other(tmp_path):

@@ -242,6 +242,40 @@ def test_the_server_says_what_is_wrong_with_a_request(url, body, said):
     assert status == 400 and said in answer["error"]
 
 
+def test_a_dense_index_finds_documents_by_the_vectors_of_the_encoder(tmp_path):
+    faiss = pytest.importorskip("faiss", reason="faiss-cpu is optional")
+    texts = [document["contents"] for document in CORPUS]
+    model = tiny_encoder(tmp_path / "encoder", texts)
+    # The index is made of vectors of queries, so each text is nearest to itself.
+    index = faiss.IndexFlatIP(16)
+    faiss.write_index(index, str(tmp_path / "empty.index"))
+    encode = server.DenseRetriever(tmp_path / "empty.index", str(model), on_gpu=False).encode
+    index.add(encode(texts))
+    faiss.write_index(index, str(tmp_path / "e5.index"))
+    dense = server.DenseRetriever(tmp_path / "e5.index", str(model), on_gpu=False)
+    for row, found in enumerate(dense.find(texts, 2)):
+        assert [len(found), found[0][0]] == [2, row] and found[0][1] == pytest.approx(1.0, abs=1e-5) > found[1][1]
+    with serve(server.make_app(dense, CORPUS, topk=3)) as port:
+        status, answer = post(f"http://127.0.0.1:{port}/retrieve", {"queries": texts[1:2], "topk": 1})
+    assert (status, answer) == (200, {"result": [[CORPUS[1]]]})
+
+
+def tiny_encoder(path, texts):
+    """A BERT with random weights and a token for each word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.bert import BertConfig, BertModel
+
+    words = dict.fromkeys(" ".join(["query", ":", *texts]).replace('"', ' " ').split())
+    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(path)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    BertModel(BertConfig(vocab_size=len(vocabulary), **shape)).save_pretrained(path)
+    return path
+
+
 def test_google_results_are_read_as_documents():
     asked = []
 

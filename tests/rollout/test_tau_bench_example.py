@@ -12,6 +12,7 @@ import pytest
 import yaml
 from aiohttp import web
 
+from examples.tiny import data_parser
 from slime.config.parse import CommandLine
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.types import Sample
@@ -277,7 +278,7 @@ def test_a_turn_is_shown_as_openai_shows_it():
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     output = tmp_path_factory.mktemp("tau")
-    data.write_data(data.build_parser().parse_args(["--output", str(output), "--num-demonstrations", "400"]))
+    data.write_data(data_parser(None).parse_args(["--output", str(output), "--num-demonstrations", "400"]))
     return output
 
 

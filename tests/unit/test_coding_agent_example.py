@@ -18,7 +18,8 @@ import pytest
 import yaml
 
 from examples.coding_agent_rl import generate as gen
-from examples.coding_agent_rl import make_data, summarize, swe
+from examples.coding_agent_rl import make_data, swe
+from examples.tiny import data_parser
 from slime.agent.sandbox import SandboxError
 from slime.agent.sandbox.grading import Task
 from slime.agent.settings import check_args
@@ -226,9 +227,7 @@ def test_the_named_tests_decide_whatever_the_exit_code_says(monkeypatch, said, r
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     output = tmp_path_factory.mktemp("data")
-    make_data.write_data(
-        make_data.build_parser().parse_args(["--output", str(output), "--num-demonstrations", "2000"])
-    )
+    make_data.write_data(data_parser(None).parse_args(["--output", str(output), "--num-demonstrations", "2000"]))
     return output
 
 
@@ -285,21 +284,6 @@ def test_a_right_call_fits_the_length_of_a_turn():
     bug, rng = make_data.Bug("times", "//", "xy"), random.Random(0)
     calls = {m["content"] for _ in range(20) for m in bug.demonstration(rng) if m["role"] == "assistant"}
     assert max(len(tokenizer.encode(call)) for call in calls) < make_data.MAX_TURN_TOKENS
-
-
-def test_the_summary_says_what_was_fixed(tmp_path, monkeypatch, capsys):
-    records = [
-        {"rollout/step": 0, "agent/turns": 1.5, "agent/breaks": 0},
-        {"rollout/step": 0, "rollout/raw_reward": 0.125},
-        {"eval/step": 0, "eval/bugs": 0.25},
-        {"eval/step": 9, "eval/bugs": 0.75},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    monkeypatch.setattr("sys.argv", ["summarize.py", "--grpo", str(tmp_path)])
-    summarize.main()
-    said = capsys.readouterr().out
-    assert "rollout   0:  12.5% fixed; turns 1.5, breaks 0, forks 0" in said
-    assert "GRPO alone: 25.0% -> 75.0% (+50.0 points)" in said
 
 
 def test_the_script_refuses_a_number_of_steps_that_it_cannot_make(tmp_path):

@@ -1,11 +1,14 @@
-"""The run scripts of examples that are scripts only: their flags fit each other, and are those that users know."""
+"""The examples as a whole: all are in the table, known names load, and the flags of scripts fit each other."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
 from slime.config.parse import CommandLine
-from tests.unit.script_fakes import run_script, script_flags
+from slime.utils.misc import load_function
+from tests.unit.script_fakes import ROOT, run_script, script_flags
 
 ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 # Script -> (model script, driver, flags of args).
@@ -33,6 +36,35 @@ SCRIPTS = {
         {"update_weight_mode": "delta", "update_weight_transport": "disk", "rollout_num_gpus": 16},
     ),
 }
+
+
+# Folder that its script puts on PYTHONPATH ("" where the example is a package) -> functions that its flags name.
+FUNCTIONS = {
+    "search-r1": "generate_with_search.generate generate_with_search.reward_func qa_em_format.compute_score_em",
+    "retool": "generate_with_retool.generate generate_with_retool.reward_func tool_sandbox.code_interpreter",
+    "tau-bench": "generate_with_tau.generate generate_with_tau.res_to_sample token_delta.get_token_delta",
+    "": """
+    examples.multi_agent.rollout_with_multi_agents.generate_with_multi_agents
+    examples.multi_agent.agent_system.run_agent_system
+    examples.strands_sglang.generate_with_strands.generate examples.strands_sglang.generate_with_strands.reward_func
+    examples.coding_agent_rl.generate.generate examples.coding_agent_rl.swe.run_evaluation
+    examples.train_infer_mismatch_helper.mis.compute_mis
+    """,
+}
+
+
+@pytest.mark.parametrize("folder", FUNCTIONS)
+def test_functions_load_by_the_names_that_users_know(monkeypatch, folder):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / folder))
+    assert all(callable(load_function(name)) for name in FUNCTIONS[folder].split())
+
+
+def test_every_example_is_in_the_table_with_its_readme():
+    table = (ROOT / "examples" / "README.md").read_text()
+    folders = {path.name for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name[0] not in "._"}
+    assert set(re.findall(r"^\| \[([\w-]+)\]", table, re.MULTILINE)) == folders
+    for target in re.findall(r"\]\((\S+)\)", table):
+        assert (ROOT / "examples" / target).is_file(), target
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -17,9 +17,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.multi_turn_calculator import make_data, summarize
+from examples.multi_turn_calculator import make_data
 from examples.multi_turn_calculator.reward import right_answer
 from examples.multi_turn_calculator.tool import calculator, evaluate, show
+from examples.tiny import data_parser
 from slime.rollout.multi_turn import ToolError, next_turn_tokens
 from slime.rollout.tool_calls import parse_tool_calls
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
@@ -104,9 +105,7 @@ def test_the_tool_function_takes_an_expression_and_nothing_else():
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     output = tmp_path_factory.mktemp("data")
-    make_data.write_data(
-        make_data.build_parser().parse_args(["--output", str(output), "--num-demonstrations", "2000"])
-    )
+    make_data.write_data(data_parser(None).parse_args(["--output", str(output), "--num-demonstrations", "2000"]))
     return output
 
 
@@ -151,14 +150,16 @@ def test_the_files_of_flags_name_functions_that_exist(data):
 
 
 def test_a_good_conversation_fits_the_limit_and_its_call_is_a_few_tokens():
-    tokenizer = build_tokenizer(make_data.CALL_PIECES)
+    tokenizer = build_tokenizer(make_data.PIECES)
     assert len(tokenizer) <= 128, "the vocabulary of the tiny model"
-    messages = make_data.demonstration((99, 99), good_share=1, rng=random.Random(0))
+    rng = random.Random(0)
+    shown = [make_data.demonstration((99, 99), rng=rng) for _ in range(20)]
+    messages = next(each for each in shown if each[-1]["content"] == str(99 * 99))
     ids, mask = MultiTurnLossMaskGenerator(tokenizer).get_loss_mask(messages)
     length = len(mask) - mask.index(1)
     assert length < make_data.MAX_RESPONSE_TOKENS
     call = mask.index(0, mask.index(1)) - mask.index(1)
-    assert call == len(make_data.CALL_PIECES) + len("99*99") + len(["<|im_end|>", "\n"])
+    assert call == len(make_data.PIECES) + len("99*99") + len(["<|im_end|>", "\n"])
     written = mask.index(1) + call - 1  # the engine stops before the template's newline
     new = next_turn_tokens(tokenizer, messages[:2], messages[2:3], tokens=ids[:written])
     assert ids[written:][: len(new)] == new, "a rollout sees what the demonstrations showed"
@@ -178,21 +179,6 @@ def test_only_the_last_message_of_a_finished_conversation_is_rewarded(answer, st
     assert asyncio.run(right_answer(Namespace(), sample)) == reward
     sample.metadata["messages"] = messages[:1]
     assert asyncio.run(right_answer(Namespace(), sample)) == 0.0, "a call is no answer"
-
-
-def test_the_summary_says_how_often_the_tool_was_called(tmp_path, monkeypatch, capsys):
-    records = [
-        {"rollout/step": 0, "multi_turn/tool_call_rate": 0.5, "multi_turn/template_drift": 0.25},
-        {"rollout/step": 0, "rollout/raw_reward": 0.125},
-        {"eval/step": 0, "eval/products": 0.25, "eval/products/multi_turn/tool_call_rate": 0.5},
-        {"eval/step": 9, "eval/products": 0.75, "eval/products/multi_turn/tool_call_rate": 1.0},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    monkeypatch.setattr("sys.argv", ["summarize.py", "--grpo", str(tmp_path)])
-    summarize.main()
-    said = capsys.readouterr().out
-    assert "tool called in  50.0% of the samples, right answers  12.5%, template drift 0.25 tokens" in said
-    assert "GRPO alone: 25.0% -> 75.0% (+50.0 points)" in said
 
 
 def test_the_script_refuses_a_number_of_steps_that_it_cannot_make(tmp_path):
