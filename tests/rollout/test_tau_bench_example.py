@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import sys
 from argparse import Namespace
@@ -141,7 +142,11 @@ class User:
     async def chat(self, request: web.Request) -> web.Response:
         self.requests.append(await request.json())
         said = f"{ORDER}" if len(self.requests) == 1 else shop.STOP
-        return web.json_response(self.answer or {"choices": [{"message": {"role": "assistant", "content": said}}]})
+        message = {"role": "assistant", "content": said}
+        known = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}
+        return web.json_response(
+            self.answer or known | {"choices": [{"index": 0, "finish_reason": "stop", "message": message}]}
+        )
 
 
 def llm_user(user: User) -> dict:
@@ -233,6 +238,24 @@ def test_tau2_is_played_through_the_same_loop(monkeypatch, tau2):
     assert (sample.reward, sample.status) == (1.0, Status.COMPLETED)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("tau2") is None, reason="tau2 is optional")
+@pytest.mark.parametrize(("title", "reward"), [("Important Meeting", 1.0), ("Lunch", 0.0)])
+def test_the_real_tau2_plays_its_tools_and_judges_by_its_database(monkeypatch, user, title, reward):
+    monkeypatch.setenv("OPENAI_API_BASE", f"http://127.0.0.1:{user.port}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "true")  # litellm fetches prices otherwise
+    settings = {"env": "mock", "user_model_provider": "openai", "user_model": "m"}
+    made = json.dumps({"name": "create_task", "arguments": {"user_id": "user_1", "title": title}})
+    sample = Sample(index=3, group_index=1, prompt="0", metadata={"split": "base"})
+    turns = [f"<tool_call>\n{made}\n</tool_call>", "It is made."]
+    sample, model = run(monkeypatch, turns, settings=settings, sample=sample)
+    assert (sample.reward, sample.status, sample.reward_is_trusted) == (reward, Status.COMPLETED, True)
+    assert trained_text(model.tokenizer, sample) == "".join(turn + END for turn in turns)
+    assert "create_task" in model.seen(0) and f'"title": "{title}"' in model.seen(1) and '"task_2"' in model.seen(1)
+    told = json.dumps(user.requests[0]["messages"])
+    assert "Create a new task called" in told, "the user has the task's instructions"
+
+
 def test_a_simulation_of_tau2_that_failed_is_no_reward_of_zero(monkeypatch, tau2):
     for result in ("{}", '{"termination_reason": "user_error"}'):
         monkeypatch.setattr(Tau2Env, "result", result)
@@ -263,7 +286,8 @@ def test_tasks_of_tau2_are_written_by_their_splits(tmp_path, tau2):
         ({"env": "shop", "agent_strategy": "react"}, "agent_strategy 'react'"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused_before_the_run(settings, said):
+def test_a_setting_that_cannot_be_is_refused_before_the_run(monkeypatch, settings, said):
+    monkeypatch.setattr(gen.importlib.util, "find_spec", lambda name: None)
     (problem,) = gen.generate.check_args(Namespace(tau=settings))
     assert said in problem
     assert not list(gen.generate.check_args(Namespace(tau={"env": "shop", "user_strategy": "script"})))
