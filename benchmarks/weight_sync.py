@@ -41,7 +41,7 @@ from slime.backends.megatron_utils import initialize  # noqa: E402
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights  # noqa: E402
 from slime.backends.megatron_utils.layers.lora import adapter_tensors, attach_adapters  # noqa: E402
 from slime.backends.megatron_utils.model_provider import get_model_provider_func  # noqa: E402
-from slime.backends.megatron_utils.update_weight import base, bucket_stream, from_tensor  # noqa: E402
+from slime.backends.megatron_utils.update_weight import base, buckets, from_tensor  # noqa: E402
 from slime.backends.megatron_utils.update_weight.from_adapters import AdapterUpdater  # noqa: E402
 from slime.utils import http_utils  # noqa: E402
 from slime.utils.misc import listen_anywhere  # noqa: E402
@@ -52,10 +52,10 @@ from tests.unit.megatron_fakes import make_args  # noqa: E402
 
 DENSE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 STAGES = {
-    "room": (bucket_stream.BucketStream, "make_room"),
+    "room": (buckets.BucketStream, "make_room"),
     "look": (base.SyncChecks, "note"),
     "prepare": (from_tensor.HandOver, "prepare"),
-    "finish": (bucket_stream.BucketStream, "finish"),
+    "finish": (buckets.BucketStream, "finish"),
     "compare": (base.SyncChecks, "compare"),
     "release": (from_tensor.HandOver, "release"),
 }

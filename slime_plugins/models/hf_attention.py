@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.cp_utils import gather_pack, gathered_places, own_rows
-from slime.backends.megatron_utils.layers.packs import cu_seqlens_of, host_ends, keep
+from slime.backends.megatron_utils.layers.varlen_attention import cu_seqlens_of, host_ends, keep
 from slime.backends.megatron_utils.model.spec import assemble_block
 from slime.config.args import Args
 from slime.utils import accelerator

@@ -25,8 +25,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
 from slime.backends.megatron_utils.cp_utils import KeyChunks
-from slime.backends.megatron_utils.layers.packs import host_ends, keep
-from slime.backends.megatron_utils.layers.varlen_attention import Spans, VarlenAttention, key_chunks_of
+from slime.backends.megatron_utils.layers.varlen_attention import (
+    Spans,
+    VarlenAttention,
+    host_ends,
+    keep,
+    key_chunks_of,
+)
 from slime.backends.megatron_utils.model.spec import assemble_block
 from slime.config.args import Args
 from slime.models.family import Rule

@@ -20,8 +20,15 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from slime.backends.megatron_utils.cp_utils import KeyChunks, zigzag_positions
-from slime.backends.megatron_utils.layers.packs import cu_seqlens_of, host_ends, keep, longest_run
-from slime.backends.megatron_utils.layers.varlen_attention import LatentAttention, VarlenAttention, key_chunks_of
+from slime.backends.megatron_utils.layers.varlen_attention import (
+    LatentAttention,
+    VarlenAttention,
+    cu_seqlens_of,
+    host_ends,
+    keep,
+    key_chunks_of,
+    longest_run,
+)
 from slime.utils import accelerator
 
 SCORES_AT_A_TIME = 2**26

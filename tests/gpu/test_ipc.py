@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
+from slime.backends.megatron_utils.update_weight.buckets import BucketBuffers
 from slime.backends.megatron_utils.update_weight.from_tensor import ipc_refusal
 from slime.backends.sglang_utils.weight_transfer import EXPECTED, NUM_BYTES, opened_elsewhere, serialize_flat
 

@@ -17,12 +17,11 @@ from transformers import AutoModelForCausalLM
 from slime.backends.megatron_utils.update_weight import (
     base,
     connected_weight_updater,
-    engine_group,
     from_distributed,
     from_tensor,
     over_files_instead,
 )
-from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
+from slime.backends.megatron_utils.update_weight.buckets import BucketBuffers
 from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
 from slime.backends.megatron_utils.update_weight.from_distributed import (
     GROUP_NAME,
@@ -133,8 +132,8 @@ def test_an_engine_that_cannot_reach_the_trainer_gets_its_weights_over_files(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(engine_group, "get_current_node_ip", lambda: "127.0.0.1")
-    monkeypatch.setattr(engine_group, "listen_anywhere", out_of_service)
+    monkeypatch.setattr(from_distributed, "get_current_node_ip", lambda: "127.0.0.1")
+    monkeypatch.setattr(from_distributed, "listen_anywhere", out_of_service)
     args = trainer_args(tiny_models[1], hf_checkpoint=str(tiny_models[1]), update_weight_disk_dir=str(tmp_path / "w"))
     iterated[:] = cut(tiny_models[1], 2)
     how: dict[str, Any] = {"engine_sizes": [1], "colocated": False, "weight_version": 0}
@@ -173,7 +172,7 @@ def test_weights_that_do_not_come_through_go_over_files_from_then_on(
 
     monkeypatch.setattr(from_distributed, "announcement", announced)
     if is_link_lost:
-        monkeypatch.setattr(engine_group, "listen_anywhere", out_of_service)
+        monkeypatch.setattr(from_distributed, "listen_anywhere", out_of_service)
     iterated[:] = cut(tiny_models[1], 2)
     with pytest.raises(base.WeightSyncError) as failed:
         begun.update()

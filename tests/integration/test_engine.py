@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
+from slime.backends.megatron_utils.update_weight.buckets import BucketBuffers
 from slime.backends.sglang_utils import server_control, weight_transfer
 from slime.backends.sglang_utils.sglang_engine import EngineStartError, SGLangEngine
 from slime.utils import http_utils

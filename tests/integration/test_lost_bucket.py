@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from slime.backends.megatron_utils.update_weight import base, bucket_stream
+from slime.backends.megatron_utils.update_weight import base, buckets
 from slime.backends.megatron_utils.update_weight.from_tensor import TensorWeightUpdater
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 
@@ -20,10 +20,10 @@ class LossyUpdater(TensorWeightUpdater):
     lose = ""
     times = 2
 
-    def _post(self, prepared: list[Any], version: str) -> bucket_stream.Posted:
+    def _post(self, prepared: list[Any], version: str) -> buckets.Posted:
         if version == self.lose and self.times:
             self.times -= 1
-            return bucket_stream.Posted()
+            return buckets.Posted()
         return super()._post(prepared, version)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from slime.backends.megatron_utils import update_weight
-from slime.backends.megatron_utils.update_weight import engine_group, from_disk
 from slime.backends.megatron_utils.update_weight import engines as engine_calls
+from slime.backends.megatron_utils.update_weight import from_disk, from_distributed
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet, NoLinkError, WeightSyncError
 from slime.backends.sglang_utils import engine_patches
 from slime.backends.sglang_utils.weight_transfer import EngineContact
@@ -43,13 +43,13 @@ class Engine:
 @pytest.fixture
 def form(monkeypatch: pytest.MonkeyPatch) -> Any:
     """form(engines, deadline_s) with a trainer's side that takes part at once."""
-    monkeypatch.setattr(engine_group, "get_current_node_ip", lambda: "127.0.0.1")
-    monkeypatch.setattr(engine_group, "init_process_group", lambda **how: how["group_name"])
-    monkeypatch.setattr(engine_group, "_send_one", lambda group: None)
+    monkeypatch.setattr(from_distributed, "get_current_node_ip", lambda: "127.0.0.1")
+    monkeypatch.setattr(from_distributed, "init_process_group", lambda **how: how["group_name"])
+    monkeypatch.setattr(from_distributed, "_send_one", lambda group: None)
 
     def formed(engines: list[Any], deadline_s: float = 20.0) -> Any:
         fleet = EngineFleet(engines, deadline_s=deadline_s)
-        return engine_group.form_group(fleet, [1] * len(engines), name="g", backend="nccl", deadline_s=deadline_s)
+        return from_distributed.form_group(fleet, [1] * len(engines), name="g", backend="nccl", deadline_s=deadline_s)
 
     return formed
 
@@ -109,7 +109,7 @@ def test_a_trainer_whose_own_side_fails_says_why(form: Any, monkeypatch: pytest.
     def fail(group: Any) -> None:
         raise RuntimeError("NCCL error: unhandled system error")
 
-    monkeypatch.setattr(engine_group, "_send_one", fail)
+    monkeypatch.setattr(from_distributed, "_send_one", fail)
     with pytest.raises(NoLinkError, match="an engine did not receive a first broadcast .*: RuntimeError: NCCL error"):
         form([Engine(0)])
 

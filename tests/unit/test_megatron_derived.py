@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from slime.backends.megatron_utils.model.config_values import torch_type
+from slime.backends.megatron_utils.model_provider import torch_type
 from slime.config.megatron import derived
 from slime.config.megatron.arguments import add_megatron_arguments
 from tests.unit.megatron_fakes import SLIME_DEFAULTS

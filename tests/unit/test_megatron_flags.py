@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slime.backends.megatron_utils import model_provider
-from slime.backends.megatron_utils.model.config_values import config_kwargs
+from slime.backends.megatron_utils.model_provider import config_kwargs
 from slime.config import parse as command_line
 from slime.config.megatron.arguments import (
     add_megatron_arguments,

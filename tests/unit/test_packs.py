@@ -11,7 +11,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from slime.backends.megatron_utils.data import Packing, pack
-from slime.backends.megatron_utils.layers import packs, varlen_attention
+from slime.backends.megatron_utils.layers import varlen_attention
 from slime.utils import accelerator
 from slime_plugins.models import learnable_softmax_attention
 from tests.unit.megatron_fakes import packed
@@ -79,6 +79,6 @@ def test_where_sequences_end_is_known_without_the_device(monkeypatch: pytest.Mon
         (Packing(multiple=4, cp_rank=1, cp_size=2), [0, 8, 12, 16]),
     ):
         packed_seq_params = pack(samples, packing)["packed_seq_params"]
-        assert packs.cu_seqlens_of(packed_seq_params).tolist() == ends
+        assert varlen_attention.cu_seqlens_of(packed_seq_params).tolist() == ends
         monkeypatch.setattr(packed_seq_params, "cu_seqlens_q_padded", torch.empty(4, device="meta"))  # has no values
-        assert packs.host_ends(copy.copy(packed_seq_params)) == ends
+        assert varlen_attention.host_ends(copy.copy(packed_seq_params)) == ends

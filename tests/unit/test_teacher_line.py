@@ -8,7 +8,7 @@ import time
 import pytest
 
 from slime.backends.megatron_utils.server.megatron_server import _meeting_point
-from slime.backends.megatron_utils.server.request_queue import Job, QueueFull, RequestQueue
+from slime.backends.megatron_utils.server.requests import Job, QueueFull, RequestQueue
 
 
 def works(queue: RequestQueue) -> list[object]:

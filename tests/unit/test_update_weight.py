@@ -13,12 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils.update_weight import base, engine_group, from_distributed, from_tensor
+from slime.backends.megatron_utils.update_weight import base, from_distributed, from_tensor
 from slime.backends.megatron_utils.update_weight import engines as engine_calls
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError, choose
-from slime.backends.megatron_utils.update_weight.bucket_stream import Bucket, BucketStream, Posted, Transport
 from slime.backends.megatron_utils.update_weight.bucket_updater import BucketUpdater
-from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
+from slime.backends.megatron_utils.update_weight.buckets import Bucket, BucketBuffers, BucketStream, Posted, Transport
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet
 from slime.backends.sglang_utils.weight_samples import agrees, describe, on_host, sample
 from slime.config.rules.files import check_weight_update_equal
@@ -500,7 +499,7 @@ def test_a_broadcast_is_announced_to_an_engine_when_it_has_answered_for_the_one_
             return str(keywords["weight_version"])
 
     sent = []
-    monkeypatch.setattr(engine_group, "init_process_group", lambda **keywords: None)
+    monkeypatch.setattr(from_distributed, "init_process_group", lambda **keywords: None)
     monkeypatch.setattr(from_distributed, "process_group_backend", lambda: "gloo")
     done = SimpleNamespace(wait=lambda: True)
     monkeypatch.setattr(
@@ -525,7 +524,7 @@ def test_a_broadcast_is_announced_to_an_engine_when_it_has_answered_for_the_one_
 
 def test_engines_of_several_sizes_have_ranks_side_by_side_in_the_group(engines_of_three_sizes, monkeypatch) -> None:
     engines, sizes = engines_of_three_sizes
-    monkeypatch.setattr(engine_group, "init_process_group", lambda **keywords: keywords["world_size"])
+    monkeypatch.setattr(from_distributed, "init_process_group", lambda **keywords: keywords["world_size"])
     monkeypatch.setattr(from_distributed, "process_group_backend", lambda: "gloo")
     transport = collective(EngineFleet(engines, deadline_s=5), sizes)
     assert transport._group == 1 + sum(sizes)

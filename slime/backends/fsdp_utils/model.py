@@ -18,9 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from slime.backends.megatron_utils.layers.packs import cu_seqlens_of, host_ends
 from slime.backends.megatron_utils.layers.value_head import is_value_model
-from slime.backends.megatron_utils.layers.varlen_attention import attend_packed, varlen_kernel
+from slime.backends.megatron_utils.layers.varlen_attention import (
+    attend_packed,
+    cu_seqlens_of,
+    host_ends,
+    varlen_kernel,
+)
 from slime.backends.megatron_utils.loss import DeferredLogits
 from slime.config.args import Args
 from slime.conversion.reader import SafetensorsReader

@@ -31,7 +31,7 @@ from slime.backends.megatron_utils.layers.lora import ADAPTER_DIR, load_adapter,
 from slime.backends.megatron_utils.layers.value_head import is_value_model
 from slime.backends.megatron_utils.model.model_weights import is_of_adapter, named_tensors
 from slime.backends.megatron_utils.model.setup import TrainState, setup_model_and_optimizer
-from slime.backends.megatron_utils.optimizer.optimizer_state import make_moments, reset_optimizer_states
+from slime.backends.megatron_utils.optimizer import make_moments, reset_optimizer_states
 from slime.backends.megatron_utils.passes.forward import compute_log_probs, compute_values
 from slime.backends.megatron_utils.passes.routing_replay import free_routing, recorded_routing, take_engine_routing
 from slime.backends.megatron_utils.passes.train_step import train_one_step

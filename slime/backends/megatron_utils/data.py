@@ -22,7 +22,7 @@ from slime.backends.megatron_utils.cp_utils import (
     slice_with_cp,
     zigzag_positions,
 )
-from slime.backends.megatron_utils.layers.packs import note_ends
+from slime.backends.megatron_utils.layers.varlen_attention import note_ends
 from slime.utils.accelerator import to_device
 from slime.utils.train_data import MicroBatch, RolloutBatch
 

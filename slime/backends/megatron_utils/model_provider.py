@@ -1,13 +1,15 @@
 """Build the Megatron GPT that the flags describe.
 
 It makes the bare module of this rank's tensor-parallel share, with random weights; wrapping it for 16 bit, data
-parallelism and the optimizer is the business of model/setup.
+parallelism and the optimizer is the business of model/setup. `config_kwargs` is the step from flags to the fields of
+Megatron's config dataclasses.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +19,13 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from slime.backends.megatron_utils.layers.activation_offload import ActivationOffload
 from slime.backends.megatron_utils.layers.mtp import PredictingGPT, prediction_spec
-from slime.backends.megatron_utils.model.config_values import config_kwargs, torch_type
 from slime.backends.megatron_utils.model.spec import RMSNorm, block_spec, last_layer_spec
 from slime.config.args import Args
+from slime.config.megatron.flag_classes import fields_without_effect
 from slime.utils.misc import load_function
+
+if TYPE_CHECKING:
+    import torch
 
 
 def transformer_config(args: Args) -> TransformerConfig:
@@ -188,3 +193,32 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     while hasattr(module, "module") and isinstance(module.module, torch.nn.Module):
         module = module.module
     return module
+
+
+_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}
+_TYPED = ("params_dtype", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+def config_kwargs(config: type, args: Args) -> dict[str, Any]:
+    """Return {field: value} for the fields that `args` has.
+
+    Fields whose option has no effect here (`warned` in megatron_flags.py) keep the config's default, and names of
+    types ("fp32") become torch's types.
+    """
+    values, without_effect = vars(args), fields_without_effect()
+    return {
+        field.name: _typed(field.name, values[field.name])
+        for field in dataclasses.fields(config)
+        if field.name in values and field.name not in without_effect
+    }
+
+
+def _typed(name: str, value: Any) -> Any:
+    return torch_type(value) if name in _TYPED and value is not None else value
+
+
+def torch_type(name: str | torch.dtype) -> torch.dtype:
+    """Return the torch type with this name, torch's own ("bfloat16") or Megatron's ("bf16"); a type is itself."""
+    import torch
+
+    return getattr(torch, _TYPES.get(name, name)) if isinstance(name, str) else name

@@ -132,7 +132,7 @@ def derive_megatron(args: Args) -> dict[str, Any]:
     derived: dict[str, Any] = {
         **CONSTANTS,
         "bf16": bf16,
-        # a name: config_values.torch_type has the type (torch takes a second to import)
+        # a name: model_provider.torch_type has the type (torch takes a second to import)
         "params_dtype": "bfloat16" if bf16 else "float16" if args.fp16 else "float32",
         # as in Megatron: under bfloat16 unless asked not to
         "grad_reduce_in_fp32": args.grad_reduce_in_fp32 or (bf16 and not in_bf16),

@@ -82,7 +82,7 @@ def test_moments_are_forgotten_before_each_rollout(hf_path: Path, tmp_path: Path
 
 
 def check_reset(actor: Any, records: list[Any], out: Path) -> None:
-    from slime.backends.megatron_utils.optimizer.optimizer_state import reset_optimizer_states
+    from slime.backends.megatron_utils.optimizer import reset_optimizer_states
 
     before = [parameter.detach().clone() for parameter in actor.state.model[0].parameters()]
     assert all(state["exp_avg_sq"].any() for state in _states(actor)[:1])

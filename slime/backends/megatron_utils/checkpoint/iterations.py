@@ -37,7 +37,7 @@ from slime.backends.megatron_utils.layers.value_head import is_of_head, value_he
 from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loading
 from slime.backends.megatron_utils.model.model_weights import is_of_adapter
 from slime.backends.megatron_utils.model_provider import unwrap
-from slime.backends.megatron_utils.optimizer.optimizer_state import make_moments
+from slime.backends.megatron_utils.optimizer import make_moments
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather
 from slime.checkpoints import manifest
 from slime.checkpoints.manifest import Entry, entries_of, to_disk, write_manifest

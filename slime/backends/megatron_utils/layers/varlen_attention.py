@@ -4,6 +4,12 @@ On CUDA in 16 bit it is one call of torch's varlen kernel. Elsewhere sequences o
 pack of 128 short sequences takes a few scaled_dot_product_attention calls instead of 128. Under context parallelism
 keys and values of all ranks are gathered, and each of a rank's chunks attends to the beginning of its sequence; which
 rows those are, slime.backends.megatron_utils.cp_utils says. It has no dropout.
+
+What layers ask of a pack is found once for all of them and kept with Megatron's description of it. To read a tensor
+of the GPU, or to copy a list to it, the host waits until the GPU has done all that it was given. In every layer, that
+would keep the host from going ahead, and the GPU waiting for it in turn, most of all where a rank has little work for
+each layer. What is kept follows from the pack as it was when a layer asked first: who changes a pack makes another
+description of it.
 """
 
 from __future__ import annotations
@@ -13,7 +19,8 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +35,40 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.cp_utils import KeyChunks, key_chunks
-from slime.backends.megatron_utils.layers.packs import cu_seqlens_of, host_ends, keep, longest_run
 from slime.utils.accelerator import to_device
+
+T = TypeVar("T")
+
+
+def keep(packed_seq_params: Any, name: str, make: Callable[[], T]) -> T:
+    """What `make` returned when this object was first asked for this name; each pass through a model has its own."""
+    known, attribute = vars(packed_seq_params), f"_slime_{name}"
+    if attribute not in known:
+        known[attribute] = make()
+    found: T = known[attribute]
+    return found
+
+
+def cu_seqlens_of(packed_seq_params: Any) -> torch.Tensor:
+    """[sequences + 1] where the sequences start, padding included, and the end of the last, on the device."""
+    padded = packed_seq_params.cu_seqlens_q_padded
+    found: torch.Tensor = packed_seq_params.cu_seqlens_q if padded is None else padded
+    return found
+
+
+def note_ends(packed_seq_params: Any, ends: list[int]) -> None:
+    """Say what `host_ends` is, where it is known without the GPU."""
+    keep(packed_seq_params, "ends", lambda: ends)
+
+
+def host_ends(packed_seq_params: Any) -> list[int]:
+    """`cu_seqlens_of` on the host."""
+    return keep(packed_seq_params, "ends", lambda: cu_seqlens_of(packed_seq_params).tolist())
+
+
+def longest_run(ends: list[int]) -> int:
+    """Tokens of the longest of the runs that end and begin there, the first at 0."""
+    return max(end - start for start, end in pairwise(ends))
 
 
 @dataclass(frozen=True)

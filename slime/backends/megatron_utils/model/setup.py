@@ -22,7 +22,6 @@ from megatron.core.utils import get_model_config
 from slime.backends.megatron_utils.layers.fp8_forward import compute_in_fp8
 from slime.backends.megatron_utils.layers.lora import attach_adapters
 from slime.backends.megatron_utils.layers.value_head import HEAD, is_value_model, replace_output_layer
-from slime.backends.megatron_utils.model.config_values import config_kwargs
 from slime.backends.megatron_utils.model.model_weights import (
     EMBEDDING,
     is_tied_copy,
@@ -30,9 +29,8 @@ from slime.backends.megatron_utils.model.model_weights import (
     keep_expert_biases_in_fp32,
     named_tensors,
 )
-from slime.backends.megatron_utils.model_provider import build_stage, unwrap, virtual_stages_here
-from slime.backends.megatron_utils.optimizer.master_adam import held_by, make_optimizer
-from slime.backends.megatron_utils.optimizer.optimizer_state import keep_no_moments, make_moments
+from slime.backends.megatron_utils.model_provider import build_stage, config_kwargs, unwrap, virtual_stages_here
+from slime.backends.megatron_utils.optimizer import held_by, keep_no_moments, make_moments, make_optimizer
 from slime.config.args import Args
 from slime.config.megatron.fp8_forward_plan import Fp8Choice
 from slime.config.rules.batch import check_schedule_length, check_warmup

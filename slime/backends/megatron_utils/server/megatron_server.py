@@ -33,8 +33,17 @@ from fastapi.requests import Request
 from fastapi.responses import JSONResponse
 
 from slime.backends.megatron_utils.server.flags import ServerArgs, parse_server_args
-from slime.backends.megatron_utils.server.protocol import GenerateBody, UpdateBody, answer_of, request_of
-from slime.backends.megatron_utils.server.request_queue import Job, JobFailed, ModelLoop, QueueFull, RequestQueue
+from slime.backends.megatron_utils.server.requests import (
+    GenerateBody,
+    Job,
+    JobFailed,
+    ModelLoop,
+    QueueFull,
+    RequestQueue,
+    UpdateBody,
+    answer_of,
+    request_of,
+)
 from slime.processes.wait import WaitTimeout, wait
 from slime.utils.errors import UsageError
 from slime.utils.http.api_keys import SERVICE_ENV, headers_for, is_refused, protect_service

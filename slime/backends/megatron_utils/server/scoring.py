@@ -19,7 +19,7 @@ from slime.backends.megatron_utils.model.model_weights import named_tensors
 from slime.backends.megatron_utils.model.setup import build_model
 from slime.backends.megatron_utils.passes.forward import run_model
 from slime.backends.megatron_utils.server.flags import ServerArgs
-from slime.backends.megatron_utils.server.protocol import Alternatives, Score, ScoreRequest
+from slime.backends.megatron_utils.server.requests import Alternatives, Score, ScoreRequest
 from slime.checkpoints.paths import classify_checkpoint
 from slime.config.megatron.arguments import model_differences
 from slime.utils import accelerator

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.update_weight.bucket_stream import Bucket, check_versions
+from slime.backends.megatron_utils.update_weight.buckets import Bucket, check_versions
 from slime.backends.megatron_utils.update_weight.engines import (
     Calls,
     EngineFleet,

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from typing import Any
 
 from slime.backends.megatron_utils.update_weight.base import WeightUpdater
-from slime.backends.megatron_utils.update_weight.bucket_stream import BucketStream, Posted, Timeline, Transport
+from slime.backends.megatron_utils.update_weight.buckets import BucketStream, Posted, Timeline, Transport
 from slime.backends.megatron_utils.update_weight.engines import WeightSyncError
 from slime.config.args import Args
 

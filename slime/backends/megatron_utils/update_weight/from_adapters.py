@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 
 from slime.backends.megatron_utils.layers.lora import adapter_tensors, peft_config, write_adapter
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError, WeightUpdater
-from slime.backends.megatron_utils.update_weight.bucket_stream import Bucket, check_versions
+from slime.backends.megatron_utils.update_weight.buckets import Bucket, check_versions
 from slime.backends.megatron_utils.update_weight.engines import contact_of
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather, iter_hf_buckets
 from slime.backends.sglang_utils.weight_transfer import adapter_tensors_of

@@ -34,7 +34,7 @@ from safetensors import SafetensorError
 
 from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError, WeightUpdater
-from slime.backends.megatron_utils.update_weight.bucket_stream import check_versions
+from slime.backends.megatron_utils.update_weight.buckets import check_versions
 from slime.config.args import Args
 from slime.utils.distributed_utils import gathered
 from slime.utils.errors import UsageError

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.update_weight.bucket_stream import Bucket, Posted, Transport
 from slime.backends.megatron_utils.update_weight.bucket_updater import BucketUpdater
-from slime.backends.megatron_utils.update_weight.buffers import BucketBuffers
+from slime.backends.megatron_utils.update_weight.buckets import Bucket, BucketBuffers, Posted, Transport
 from slime.backends.megatron_utils.update_weight.engines import EngineFleet, contact_of, together
 from slime.backends.megatron_utils.update_weight.from_distributed import CollectiveTransport
 from slime.backends.sglang_utils.weight_transfer import EXPECTED, NUM_BYTES, opened_elsewhere, serialize_flat

@@ -6,6 +6,9 @@ Megatron's optimizer then keeps no copies of weights and gradients: `param` is i
 "exp_avg_sq", which its checkpoints read and write under the names that every run has, so that a run may be resumed
 with or without. Upstream (0.16.1) has this in TransformerEngine's FusedAdam, and a HybridDeviceOptimizer that cannot
 resume a model with fp32 weights. The update is `Adam`'s, number by number.
+
+At the end, what any optimizer remembers between steps: made before the first, forgotten (--reset-optimizer-states), or
+never kept (--use-stateless-adam). That changes no weight, nor its fp32 copy, no learning rate and no schedule.
 """
 
 from __future__ import annotations
@@ -209,7 +212,7 @@ class _threads:
 
 def held_by(args: Args) -> Held | None:
     """What the flags say about state that Adam holds itself; None where Megatron holds the fp32 weights."""
-    from slime.backends.megatron_utils.model.config_values import torch_type
+    from slime.backends.megatron_utils.model_provider import torch_type
 
     if not (args.optimizer_cpu_offload or args.use_precision_aware_optimizer):
         return None
@@ -251,3 +254,44 @@ def make_optimizer(config: Any, model: list[torch.nn.Module], held: Held) -> Any
 
 def _take_weights(adam: MasterAdam, state_dict: Any = None) -> None:
     adam.take_weights()
+
+
+MASTER_WEIGHTS = ("param", "master_param")
+"""Keys of a parameter's state that hold weights, not moments (Megatron's precision-aware and CPU optimizers)."""
+
+
+def make_moments(optimizer: Any) -> None:
+    """Let every Adam of Megatron's optimizer have its (zero) moments now, where it has none; it would at its first
+    step."""
+    for one in vars(optimizer).get("chained_optimizers", [optimizer]):
+        if isinstance(one.optimizer, Adam):
+            one.optimizer.fill_state()
+
+
+def keep_no_moments(optimizer: Any) -> None:
+    """Let every Adam of Megatron's optimizer work without moments; the fp32 weights of a 16-bit model stay."""
+    for one in vars(optimizer).get("chained_optimizers", [optimizer]):
+        if isinstance(one.optimizer, Adam):
+            one.optimizer.is_stateless = True
+
+
+def reset_optimizer_states(optimizer: Any) -> None:
+    """Set the moments and the step count of every parameter to 0.
+
+    Args:
+        optimizer: Megatron's, of any kind; it may chain several.
+    """
+    for one in vars(optimizer).get("chained_optimizers", [optimizer]):
+        if one.optimizer is None:
+            continue  # this rank has no share of these parameters
+        for group in one.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = torch.zeros_like(group["step"]) if torch.is_tensor(group["step"]) else 0
+        for state in one.optimizer.state.values():
+            for name, value in state.items():
+                if name in MASTER_WEIGHTS:
+                    continue
+                if torch.is_tensor(value):
+                    value.zero_()
+                elif name == "step":
+                    state[name] = 0

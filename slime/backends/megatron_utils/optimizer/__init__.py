@@ -1,1 +1,0 @@
-"""Adam with master weights, its state, the learning rate, and which parameters are trained."""
