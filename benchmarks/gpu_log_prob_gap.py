@@ -42,7 +42,7 @@ from benchmarks.gpu_runs import (  # noqa: E402
     series_of,
 )
 from benchmarks.gpu_soak import soak_run  # noqa: E402
-from slime.checkpoints.dumps import load_dump  # noqa: E402
+from slime.checkpoints.rollout_files import load_dump  # noqa: E402
 
 GAP = "train/train_rollout_logprob_abs_diff"
 TARGET, GROWTH = 0.02, 1.2

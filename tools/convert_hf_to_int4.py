@@ -130,7 +130,7 @@ def gptq_jobs(reader: SafetensorsReader, fmt: Int4Format, layers: CalibratedLaye
     from slime.conversion.reader import TensorInfo
     from slime.conversion.writer import Job
     from slime.weights.formats import PACKED, SCALE, SHAPE
-    from slime.weights.int4 import pack
+    from slime.weights.quantization import pack
 
     def plain_job(name: str, info: TensorInfo) -> Job:
         return Job({name: info}, lambda: [reader.get(name)])

@@ -130,7 +130,7 @@ def convert(args: argparse.Namespace) -> None:
     from slime.config.megatron.arguments import model_shape
     from slime.conversion.reader import SafetensorsReader, config_dtype
     from slime.utils.misc import listen_anywhere
-    from slime.weights.fp8 import E4M3
+    from slime.weights.quantization import E4M3
 
     reader = SafetensorsReader(args.hf_checkpoint, flag="--hf-checkpoint")
     hf_config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())

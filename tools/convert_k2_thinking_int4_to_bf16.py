@@ -91,7 +91,7 @@ def bf16_jobs(raw: RawTensors, names: Sequence[str], fmt: Int4Format) -> list[Jo
     from slime.conversion.writer import Job
     from slime.utils.errors import UsageError
     from slime.weights.formats import PACKED, SCALE, SHAPE, ZERO
-    from slime.weights.int4 import dequantize_groups, unpack
+    from slime.weights.quantization import dequantize_groups, unpack
 
     def weight_job(module: str) -> Job:
         fmt.check_order(module, raw.file_of, where=str(raw.root))

@@ -38,7 +38,7 @@ def convert(args: argparse.Namespace) -> int:
     from slime.conversion.writer import HfTarget, Job, check_target, write_hf
     from slime.utils.errors import UsageError
     from slime.weights.formats import Fp8Format, quantization_config_of
-    from slime.weights.fp8 import E4M3
+    from slime.weights.quantization import E4M3
 
     for flag in ("max_workers", "shard_bytes"):
         if getattr(args, flag) < 1:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 
 import torch
 
-from slime.checkpoints.dumps import load_dump
+from slime.checkpoints.rollout_files import load_dump
 from slime.utils.errors import UsageError
 from slime.utils.misc import reader_may_leave
 

@@ -1,18 +1,28 @@
-"""What kind of checkpoint a directory is, and where an iteration lies inside it.
+"""What kind of checkpoint a directory is, where an iteration lies inside it, and what its files were when written.
 
-It reads names and one small text file; it opens no tensors and knows nothing about Megatron or transformers. Layout of
+It reads names and one small text file; it opens no tensors. Layout of
 a Megatron checkpoint root: `latest_checkpointed_iteration.txt` (a number, or the word "release"), `iter_0000012/` or
 `release/`, and `rollout/` with the states of the data source.
+
+The manifest, a file beside a checkpoint's files, has their sizes and checksums (xxh3). A checkpoint that was cut,
+changed or half copied is found out before it is loaded. Checksums are no signature: they find faults, not forgeries.
+A file that the manifest does not name is not looked at.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import xxhash
 
 from slime.utils.errors import UsageError
+from slime.utils.misc import on_error
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 MODEL_SHAPE_FILE = "model_shape.json"
@@ -88,3 +98,128 @@ def resolve_checkpoint_dir(root: str | Path, step: int | None = None) -> tuple[P
         there = sorted(p.name for p in Path(root).glob("iter_*")) + [p.name for p in Path(root).glob(RELEASE)]
         raise UsageError(f"{directory} does not exist; {root} holds {', '.join(there) or 'no checkpoint'}.")
     return directory, None if wanted == RELEASE else int(wanted)
+
+
+MANIFEST_FILE = "manifest.json"
+Depth = Literal["full", "sizes", "none"]
+"""How closely is looked: at sizes and contents, at sizes, not at all."""
+Entry = dict[str, Any]
+_CHUNK = 1 << 22
+_THREADS = 8
+
+
+def entries_of(root: Path, files: Iterable[Path]) -> dict[str, Entry]:
+    """Size and checksum of files below `root`, by their path in it; each is brought to the disk first.
+
+    Raises:
+        OSError: a file cannot be read, or not written out.
+    """
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return dict(threads.map(lambda path: (path.relative_to(root).as_posix(), _entry(path)), files))
+
+
+class Digest:
+    """What a manifest says of a file, made from its bytes as they are written, from the first to the last."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+        self._num_bytes = 0
+
+    def update(self, data: Any) -> None:
+        """Take the next bytes."""
+        self._digest.update(data)
+        self._num_bytes += memoryview(data).nbytes
+
+    def entry(self) -> Entry:
+        """Size and checksum of all of them."""
+        return {"bytes": self._num_bytes, "xxh3": self._digest.hexdigest()}
+
+
+def _entry(path: Path) -> Entry:
+    to_disk(path)
+    return {"bytes": path.stat().st_size, "xxh3": _checksum(path)}
+
+
+def to_disk(path: Path) -> None:
+    """Have the system write a file, or the entries of a directory, out of its memory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_manifest(path: Path, entries: Mapping[str, Entry]) -> None:
+    """Write a manifest, which takes its name when it is complete; the paths of `entries` count from its directory.
+
+    Raises:
+        OSError: it cannot be written; one that was there stays.
+    """
+    body = {"files": dict(sorted(entries.items()))}
+    unnamed = path.with_name(f".{path.name}.{os.getpid()}")
+    with on_error(lambda: unnamed.unlink(missing_ok=True)):
+        with unnamed.open("w") as file:
+            json.dump({**body, "xxh3": _of_json(body)}, file, indent=1)
+        to_disk(unnamed)
+        os.replace(unnamed, path)
+
+
+def what_is_wrong(path: Path, depth: Depth = "full") -> str | None:
+    """The first difference between a manifest and the files, as a sentence's end; None where there is none.
+
+    Args:
+        path: of the manifest.
+        depth: how closely to look. Checksums are read by several threads at once.
+    """
+    if depth == "none":
+        return None
+    try:
+        files = _read(path)
+        # By the names alone: an iteration may be a link to a place that has another "..".
+        places = {Path(os.path.normpath(path.parent / name)): entry for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{path} cannot be read ({type(error).__name__}: {error})"
+    for place, entry in places.items():
+        if problem := _wrong_size(place, entry["bytes"]):
+            return problem
+    if depth == "sizes":
+        return None
+    with ThreadPoolExecutor(_THREADS) as readers:
+        problems = readers.map(lambda item: _wrong_contents(*item), places.items())
+        return next(filter(None, problems), None)
+
+
+def _read(path: Path) -> dict[str, Entry]:
+    content = json.loads(path.read_bytes().decode())
+    files: dict[str, Entry] = content["files"]
+    if content["xxh3"] != _of_json({"files": files}):
+        raise ValueError("it was changed after it was written")
+    return files
+
+
+def _wrong_size(path: Path, wanted: int) -> str | None:
+    if not path.is_file():
+        return f"{path} is missing"
+    size = path.stat().st_size
+    return None if size == wanted else f"{path} has {size} bytes, but {wanted} were written"
+
+
+def _wrong_contents(path: Path, entry: Entry) -> str | None:
+    try:
+        found = _checksum(path)
+    except OSError as error:
+        return f"{path} cannot be read ({error})"
+    wanted = entry["xxh3"]
+    return None if found == wanted else f"{path} is not what was written (checksum {found}, not {wanted})"
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _of_json(body: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())

@@ -46,7 +46,7 @@ from slime.config.rules import debug, devices, effect, files, generation
 from slime.config.rules.backends import backend_problems, problems_of_run
 from slime.config.rules.devices import check_int4_training
 from slime.config.rules.effect import Fields, check_pointless
-from slime.config.rules.hooks import (
+from slime.config.rules.files import (
     check_hook,
     check_hooks,
     check_settings,

@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from tqdm import tqdm
 
-from slime.checkpoints.manifest import to_disk
+from slime.checkpoints.paths import to_disk
 from slime.conversion.reader import NAMES, TensorInfo, bytes_of
 from slime.utils.errors import UsageError
 from slime.weights.safetensors_files import INDEX_FILE, SINGLE_FILE

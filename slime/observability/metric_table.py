@@ -14,7 +14,7 @@ from dataclasses import dataclass
 GENERATION = "slime/observability/rollout_metrics.py"
 COLLECTOR = "slime/rollout/collector.py"
 LOSS = "slime/algorithms/policy.py"
-CORRECTIONS = "slime/algorithms/corrections.py"
+CORRECTIONS = "slime/algorithms/policy.py"
 UPDATE = "slime/backends/megatron_utils/passes/train_step.py"
 REPORTS = "slime/training/reports.py"
 TRAINER = "slime/training/trainer.py"

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from slime.plan import times
-from slime.plan.devices import DEFAULT_GPU, DEVICES, Device, cpu_device
 from slime.plan.fit import EngineMemory, Moment, engine_memory, moments
 from slime.plan.layout import (
     MEAN_SHARE,
@@ -26,6 +25,7 @@ from slime.plan.layout import (
     seats,
     slot_layout,
 )
+from slime.plan.times import DEFAULT_GPU, DEVICES, Device, cpu_device
 from slime.plan.trainer_memory import TrainerMemory, trainer_memory
 from slime.utils.model_shape import ModelShape
 from slime.weights.formats import WeightFormat

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.plan.devices import Device
 from slime.plan.layout import SlotLayout
+from slime.plan.times import Device
 from slime.plan.trainer_memory import TrainerMemory
 from slime.utils.model_shape import ModelShape
 from slime.weights.formats import PROBES, WeightFormat, quantized_parts

@@ -21,17 +21,19 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from slime.checkpoints import manifest
 from slime.checkpoints.paths import (
+    MANIFEST_FILE,
     MODEL_SHAPE_FILE,
     STATE_MANIFEST,
     TRACKER_FILE,
+    Depth,
     classify_checkpoint,
     iteration_dir,
     latest_iteration,
     manifest_of_state,
     read_tracker,
     state_path,
+    what_is_wrong,
 )
 from slime.config.args import Args
 from slime.config.resume import NEVER
@@ -243,7 +245,7 @@ def settle_checkpoint(args: Args) -> Any:
 
 def _refuse_lost_tracker(root: Path) -> None:
     """A run that has saved and does not know it would begin anew, and write over what is there."""
-    there = sorted(path.parent.name for path in root.glob(f"iter_*/{manifest.FILE}"))
+    there = sorted(path.parent.name for path in root.glob(f"iter_*/{MANIFEST_FILE}"))
     if there and not (root / TRACKER_FILE).exists():
         raise UsageError(
             f"--save {root} holds {there[-1]}, but no {TRACKER_FILE} that says so: write the iteration's number into "
@@ -251,7 +253,7 @@ def _refuse_lost_tracker(root: Path) -> None:
         )
 
 
-def _settle_load(args: Args, depth: manifest.Depth) -> Any:
+def _settle_load(args: Args, depth: Depth) -> Any:
     root = Path(args.load)
     newest: Any = read_tracker(root) if args.ckpt_step is None else args.ckpt_step
     roots = [root]
@@ -290,7 +292,7 @@ def _older(root: Path, newest: Any) -> list[int]:
     return sorted((step for name in names if name and (step := int(name[1])) < int(newest)), reverse=True)
 
 
-def _problem(roots: Sequence[Path], step: Any, depth: manifest.Depth, *, with_state: bool) -> str | None:
+def _problem(roots: Sequence[Path], step: Any, depth: Depth, *, with_state: bool) -> str | None:
     """What is wrong with an iteration of all roots, or with the data source's state after it.
 
     The iteration of the first root says which state belongs to it. None does where a data source of the user's own
@@ -299,14 +301,14 @@ def _problem(roots: Sequence[Path], step: Any, depth: manifest.Depth, *, with_st
     for directory in (iteration_dir(root, step) for root in roots):
         if not directory.is_dir():
             return f"{directory} does not exist"
-        if not (directory / MODEL_SHAPE_FILE).is_file() and not (directory / manifest.FILE).is_file():
-            logger.info("%s is not slime's and has no %s: it is not verified", directory, manifest.FILE)
-        elif problem := manifest.what_is_wrong(directory / manifest.FILE, depth):
+        if not (directory / MODEL_SHAPE_FILE).is_file() and not (directory / MANIFEST_FILE).is_file():
+            logger.info("%s is not slime's and has no %s: it is not verified", directory, MANIFEST_FILE)
+        elif problem := what_is_wrong(directory / MANIFEST_FILE, depth):
             return problem
     of_state = iteration_dir(roots[0], step) / STATE_MANIFEST
     if not with_state or not of_state.exists():
         return None
-    if problem := manifest.what_is_wrong(of_state, depth):
+    if problem := what_is_wrong(of_state, depth):
         more = "(the data source's state: where it is gone, --verify-checkpoint none begins with the first prompt)"
         return f"{problem} {more}"
     return None

@@ -33,9 +33,9 @@ from slime.config.problems import collected
 from slime.config.resume import line_to_go_on
 from slime.observability.logging_utils import configure_logger
 from slime.plan import EngineKind, Facts, HookReport, Plan, make_plan
-from slime.plan.devices import DEFAULT_GPU, DEVICES, Device, cpu_device, device_of_gpu
 from slime.plan.fit import misfits
 from slime.plan.layout import EngineGroup, slot_layout
+from slime.plan.times import DEFAULT_GPU, DEVICES, Device, cpu_device, device_of_gpu
 from slime.processes.stacks import host_memory
 from slime.ray.utils import ActorFailure
 from slime.rollout.base_types import HOOKS

@@ -12,9 +12,8 @@ import os
 from abc import ABC, abstractmethod
 from typing import Any
 
-from slime.checkpoints.dumps import load_dump
-from slime.checkpoints.manifest import entries_of, to_disk, write_manifest
-from slime.checkpoints.paths import manifest_of_state, state_path
+from slime.checkpoints.paths import entries_of, manifest_of_state, state_path, to_disk, write_manifest
+from slime.checkpoints.rollout_files import load_dump
 from slime.config.args import Args
 from slime.processes.directories import READABLE, open_new
 from slime.rollout.hooks.errors import blame_hook, hook_name

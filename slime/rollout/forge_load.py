@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from slime.checkpoints.dumps import load_samples, subsample
+from slime.checkpoints.rollout_files import load_samples, subsample
 from slime.config.args import Args
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.sglang_rollout import generate_rollout as generate_live

@@ -29,8 +29,7 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.aggregation import token_weights, weighted_sum
-from slime.checkpoints.dumps import save_dump
-from slime.checkpoints.rollout_files import DIRECTORY, KeepRule, trainer_path, write_tables
+from slime.checkpoints.rollout_files import DIRECTORY, KeepRule, save_dump, trainer_path, write_tables
 from slime.config.args import Args
 from slime.observability.rollout_records.recorder import RecordWriter, index_of
 from slime.observability.rollout_records.schema import PER_TOKEN, PLAIN_TRAINER, TRAINER, table_of

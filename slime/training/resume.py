@@ -28,8 +28,14 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.kl import KlController
-from slime.checkpoints.manifest import entries_of, write_manifest
-from slime.checkpoints.paths import MODEL_SHAPE_FILE, STATE_MANIFEST, manifest_of_state, state_path
+from slime.checkpoints.paths import (
+    MODEL_SHAPE_FILE,
+    STATE_MANIFEST,
+    entries_of,
+    manifest_of_state,
+    state_path,
+    write_manifest,
+)
 from slime.config.args import Args
 from slime.config.roles import critic_save_dir
 from slime.training.backend import Backend

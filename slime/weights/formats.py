@@ -7,7 +7,7 @@ integers (compressed-tensors, "pack-quantized") is stored as `<module>.weight_pa
 `<module>.weight_zero_point`.
 
 The plain dict of config.json is read without torch, so that a command line is checked and planned with it; the
-arithmetic is in slime.weights.fp8 and slime.weights.int4.
+arithmetic is in slime.weights.quantization and slime.weights.quantization.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from typing import Any
 
 import psutil
 
-from slime.checkpoints.dumps import load_samples
+from slime.checkpoints.rollout_files import load_samples
 from slime.ray.rollout.router import reserve_block
 from tests.integration.launch import ROOT, grpo_flags, make_model, write_prompts
 

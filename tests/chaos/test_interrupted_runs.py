@@ -23,7 +23,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.checkpoints.dumps import load_dump
+from slime.checkpoints.rollout_files import load_dump
 from slime.processes.wait import wait
 from tests.integration.launch import ROOT, Run, grpo_flags, make_model, train, write_prompts
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from slime.algorithms.corrections import correction_of
+from slime.algorithms.policy import correction_of
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.config.args import Args, publish_runtime
 from slime.utils.misc import hook_args

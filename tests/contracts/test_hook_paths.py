@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.config.rules.hooks import check_hook, check_hooks
+from slime.config.rules.files import check_hook, check_hooks
 from slime.rollout.base_types import HOOKS
 from slime.rollout.hooks.signatures import signature_problem
 from tests.contracts.conftest import PATH_FORMS

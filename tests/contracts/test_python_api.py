@@ -25,7 +25,7 @@ OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 # Modules of which the interface names nothing; they give what they are for from these of ours.
 ELSEWHERE = {
     "slime.observability.profile_utils": "slime.observability.profiler",
-    "slime.observability.rollout_data_utils": "slime.checkpoints.dumps",
+    "slime.observability.rollout_data_utils": "slime.checkpoints.rollout_files",
     "slime.observability.train_data_utils": "slime.training.reports",
     "slime.observability.train_metric_utils": "slime.training.reports",
     "slime_plugins.models.flash_dot_product_attention": "slime.backends.megatron_utils.layers.varlen_attention",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from slime.weights.fp8 import quantize_blocks, quantize_rows
+from slime.weights.quantization import quantize_blocks, quantize_rows
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from slime.checkpoints.dumps import load_dump
+from slime.checkpoints.rollout_files import load_dump
 from tests.integration.launch import grpo_flags, make_model, train
 
 # It asks the engine itself, runs a tool, and writes only text and reward.

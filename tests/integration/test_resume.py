@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.checkpoints.dumps import load_dump
+from slime.checkpoints.rollout_files import load_dump
 from tests.integration.launch import ROOT, Run, grpo_flags, make_model, tensors_in, train, write_prompts
 from tests.integration.test_agreement_and_sync import assert_answers_are_of
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.checkpoints.manifest import what_is_wrong
-from slime.checkpoints.paths import iteration_dir, latest_iteration
+from slime.checkpoints.paths import iteration_dir, latest_iteration, what_is_wrong
 from tests.integration.trainer_world import make_train_data, parameters, train, trainer_args
 from tests.unit.megatron_fakes import make_hf_model
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.checkpoints.dumps import subsample
+from slime.checkpoints.rollout_files import subsample
 from slime.rollout import sleep_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.forge_load import generate_rollout as replay

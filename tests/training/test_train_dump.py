@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slime.checkpoints.dumps import load_dump
+from slime.checkpoints.rollout_files import load_dump
 from slime.training.reports import merge_shares
 from tests.integration.trainer_world import NUM_SAMPLES, make_train_data, train, trainer_args
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.checkpoints.dumps import load_dump
-from slime.checkpoints.rollout_files import samples_path, trainer_path, write_tables
+from slime.checkpoints.rollout_files import load_dump, samples_path, trainer_path, write_tables
 from slime.observability.rollout_records import RolloutFile, RolloutRecords
 from slime.observability.rollout_records.schema import PLAIN, SAMPLES, sample_tables
 from slime.training.reports import TrainerRecorder

@@ -53,14 +53,14 @@ def train_step(args, state, step):
 
 def save_after_two_steps(args, root, contents=("model", "optimizer", "rng")):
     """Train two steps, save as iteration 1, train two more; rank 0 notes the losses of those and the final weights."""
-    from slime.backends.megatron_utils.checkpoint.iterations import save_checkpoint
+    from slime.backends.megatron_utils.checkpoint.iterations import begin_checkpoint
     from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
     from slime.config.megatron.arguments import model_shape
 
     state = build(args)
     for step in (0, 1):
         train_step(args, state, step)
-    save_checkpoint(
+    begin_checkpoint(
         root,
         1,
         model=state.model,
@@ -68,7 +68,7 @@ def save_after_two_steps(args, root, contents=("model", "optimizer", "rng")):
         scheduler=state.scheduler,
         contents=contents,
         model_shape=model_shape(args),
-    )
+    ).finish()
     losses = [train_step(args, state, step) for step in (2, 3)]
     weights = dict(pair for bucket in iter_hf_buckets(args, state.model, buffer_size=10_000) for pair in bucket)
     if torch.distributed.get_rank() == 0:
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_one_rank_resumes_on_two_tensor_parallel_ranks(tmp_path)
 
 
 def load_what_is_there(args, root):
-    from slime.backends.megatron_utils.checkpoint.iterations import CheckpointSource, load_checkpoint, save_checkpoint
+    from slime.backends.megatron_utils.checkpoint.iterations import CheckpointSource, begin_checkpoint, load_checkpoint
 
     state = build(args)
     with pytest.raises(UsageError, match="iter_0000001"):
@@ -140,7 +140,7 @@ def load_what_is_there(args, root):
     state.optimizer.step()
     assert all(torch.equal(p, old) for p, old in zip(state.model[0].parameters(), loaded, strict=True))
 
-    save_checkpoint(root, "release", model=state.model)
+    begin_checkpoint(root, "release", model=state.model).finish()
     state = build(args)
     everything = CheckpointSource(str(root))
     assert load_checkpoint(everything, model=state.model, optimizer=state.optimizer) is None
@@ -195,14 +195,14 @@ def test_what_a_checkpoint_does_not_hold_is_said_once_and_starts_fresh(tmp_path,
 def fail_while_saving(args, root):
     from megatron.core import dist_checkpointing
 
-    from slime.backends.megatron_utils.checkpoint.iterations import save_checkpoint
+    from slime.backends.megatron_utils.checkpoint.iterations import begin_checkpoint
 
     state = build(args)
-    save_checkpoint(root, 3, model=state.model, optimizer=state.optimizer, scheduler=state.scheduler)
+    begin_checkpoint(root, 3, model=state.model, optimizer=state.optimizer, scheduler=state.scheduler).finish()
     real = dist_checkpointing.save
     dist_checkpointing.save = lambda state, path, **_: (real(state, path), (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        save_checkpoint(root, 4, model=state.model, optimizer=state.optimizer, scheduler=state.scheduler)
+        begin_checkpoint(root, 4, model=state.model, optimizer=state.optimizer, scheduler=state.scheduler).finish()
 
 
 def test_a_save_that_is_cut_off_leaves_the_previous_checkpoint_in_force(tmp_path):

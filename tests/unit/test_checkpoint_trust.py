@@ -43,9 +43,9 @@ def load_crafted(args, root):
     """Each rank is refused with the file or the object, and nothing is run."""
     from slime.backends.megatron_utils.checkpoint.iterations import (
         CheckpointSource,
+        begin_checkpoint,
         load_checkpoint,
         load_weights,
-        save_checkpoint,
         save_weights,
     )
 
@@ -57,7 +57,7 @@ def load_crafted(args, root):
         (in_object, r"iter_\w+: rng_state\S* holds more than tensors"),
     )
     for number, (craft, refusal) in enumerate(crafts):
-        directory = save_checkpoint(root, number, **everything)
+        directory = begin_checkpoint(root, number, **everything).finish()
         assert load_checkpoint(CheckpointSource(str(root)), **everything) == number
         torch.distributed.barrier()
         if rank == 0:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime.backends.megatron_utils.checkpoint import torch_dist_writer
-from slime.checkpoints import manifest
+from slime.checkpoints.paths import entries_of
 from slime.conversion import reader
 from slime.conversion.reader import RawTensors, TensorInfo
 from slime.utils.errors import UsageError
@@ -41,6 +41,6 @@ def test_a_checksum_is_of_the_bytes_that_went_into_the_file(tmp_path):
         torch_dist_writer._save(values, (1000,), stream)
         end = stream.tell()
         torch_dist_writer._save(values[:0], (0,), stream)
-    assert stream.entry() == manifest.entries_of(tmp_path, [tmp_path / "part"])["part"]
+    assert stream.entry() == entries_of(tmp_path, [tmp_path / "part"])["part"]
     (tmp_path / "one").write_bytes((tmp_path / "part").read_bytes()[start:end])
     assert torch.equal(torch.load(tmp_path / "one"), values)

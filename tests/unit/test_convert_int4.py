@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from slime.conversion.reader import SafetensorsReader
 from slime.utils.errors import UsageError
-from slime.weights.int4 import dequantize_groups, pack, quantize_groups, unpack
+from slime.weights.quantization import dequantize_groups, pack, quantize_groups, unpack
 from tests.unit.megatron_fakes import make_hf_model
 from tests.unit.test_hf_weights import tensors_of
 from tools import (

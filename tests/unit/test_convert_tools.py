@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from slime.backends.megatron_utils.checkpoint import torch_dist_writer
 from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
-from slime.checkpoints import manifest
+from slime.checkpoints.paths import MANIFEST_FILE, entries_of
 from slime.conversion import writer
 from slime.conversion.reader import TensorInfo
 from slime.conversion.writer import HfTarget, Job, write_hf
@@ -242,8 +242,8 @@ def test_a_conversion_to_torch_dist_that_fails_leaves_nothing_and_can_be_repeate
     assert_same_bytes(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "hf"))
     assert {one.name for one in (tmp_path / "dist").iterdir()} == {"release", "latest_checkpointed_iteration.txt"}
     release = tmp_path / "dist" / "release"
-    listed = json.loads((release / manifest.FILE).read_text())["files"]
-    assert listed == manifest.entries_of(release, [file for file in release.iterdir() if file.name != manifest.FILE])
+    listed = json.loads((release / MANIFEST_FILE).read_text())["files"]
+    assert listed == entries_of(release, [file for file in release.iterdir() if file.name != MANIFEST_FILE])
 
 
 _TINY: list[Path] = []

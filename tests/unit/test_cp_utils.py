@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.algorithms.corrections import correction_of
+from slime.algorithms.policy import correction_of
 from slime.backends.megatron_utils.cp_utils import (
     all_gather_with_cp,
     gather_responses,

@@ -28,7 +28,8 @@ from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpda
 from slime.backends.sglang_utils import disk_weights
 from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContact
 from slime.backends.sglang_utils.weight_samples import describe, sample
-from slime.checkpoints import manifest
+from slime.checkpoints import paths
+from slime.checkpoints.paths import MANIFEST_FILE
 from slime.config.rules.files import check_weight_dir
 from slime.utils import http_utils
 from slime.weights.safetensors_files import INDEX_FILE, what_is_wrong
@@ -196,16 +197,16 @@ def test_the_name_appears_when_every_file_is_on_the_disk(world: World, monkeypat
     to_disk = hf_export.to_disk
 
     def watch(path: Path) -> None:
-        synced.append(manifest.FILE if path.name.startswith(f".{manifest.FILE}.") else path.name)
+        synced.append(MANIFEST_FILE if path.name.startswith(f".{MANIFEST_FILE}.") else path.name)
         assert (world.shared / "weight_v000001").exists() == (path == world.shared)
         to_disk(path)
 
-    for module in (hf_export, manifest):
+    for module in (hf_export, paths):
         monkeypatch.setattr(module, "to_disk", watch)
     world.updater(FileEngine()).update()
     assert synced[-2:] == ["weight_v000001.partial", "shared"], "its entries, then the entry of its name"
     shards = {f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)}
-    assert set(synced[:-2]) == shards | {INDEX_FILE, "config.json", "tokenizer.json", manifest.FILE}
+    assert set(synced[:-2]) == shards | {INDEX_FILE, "config.json", "tokenizer.json", MANIFEST_FILE}
 
 
 @pytest.mark.parametrize("moment", ["first shard", "last shard", "fsync"])
@@ -226,7 +227,7 @@ def test_a_full_disk_ends_the_sync_before_any_engine_is_paused(
 
     monkeypatch.setattr(hf_export, "save_file", save_until_full)
     if moment == "fsync":
-        monkeypatch.setattr(manifest, "to_disk", no_room)
+        monkeypatch.setattr(paths, "to_disk", no_room)
     updater = world.updater(engine)
     with pytest.raises(
         WeightSyncError, match="weight sync 1 could not be written to --update-weight-disk-dir .*space"
@@ -279,7 +280,7 @@ def flip_a_bit(version: Path) -> None:
 
 
 def lose_the_manifest(version: Path) -> None:
-    (version / manifest.FILE).unlink()
+    (version / MANIFEST_FILE).unlink()
 
 
 SPOILT = {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.checkpoints.dumps import load_dump, load_samples, save_dump, subsample
+from slime.checkpoints.rollout_files import load_dump, load_samples, save_dump, subsample
 from slime.utils.errors import UsageError
 from slime.utils.types import Sample
 

@@ -18,7 +18,7 @@ from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import (
 )
 from slime.utils.errors import UsageError
 from slime.weights.formats import Fp8Format, format_of_checkpoint
-from slime.weights.fp8 import E4M3, dequantize, quantize_blocks, quantize_tensor, round_up_to_power_of_two
+from slime.weights.quantization import E4M3, dequantize, quantize_blocks, quantize_tensor, round_up_to_power_of_two
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tools import convert_hf_to_fp8, convert_hf_to_torch_dist, convert_torch_dist_to_hf, fp8_cast_bf16
 
@@ -37,7 +37,7 @@ def nearest_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def reference(weight: torch.Tensor, block: tuple[int, int], *, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the docstring of slime.weights.fp8 says, block by block in float64, rounded to fp32 where it says fp32."""
+    """What the docstring of the module says, block by block in float64, rounded to fp32 where it says fp32."""
     rows, columns = weight.shape
     values = torch.empty(rows, columns, dtype=torch.float64)
     scales = torch.empty(-(-rows // block[0]), -(-columns // block[1]), dtype=torch.float64)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.weights.fp8 import dequantize, quantize_blocks, quantize_rows
+from slime.weights.quantization import dequantize, quantize_blocks, quantize_rows
 from tests.unit.megatron_fakes import make_args, make_hf_model, packed, run_world
 from tools import convert_hf_to_fp8
 

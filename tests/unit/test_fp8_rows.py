@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slime.backends.sglang_utils import cpu_standins
-from slime.weights.fp8 import E4M3, dequantize, quantize_blocks, quantize_rows
+from slime.weights.quantization import E4M3, dequantize, quantize_blocks, quantize_rows
 
 pytestmark = pytest.mark.timeout(300)  # SGLang's import
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from slime.conversion.reader import SafetensorsReader
 from slime.utils.errors import UsageError
 from slime.weights.formats import Int4Format
-from slime.weights.int4 import dequantize_groups, quantize_groups
+from slime.weights.quantization import dequantize_groups, quantize_groups
 from tests.unit.megatron_fakes import make_hf_model
 from tools import convert_hf_to_int4, convert_k2_thinking_int4_to_bf16
 from tools.make_tiny_model import build_tokenizer

@@ -277,14 +277,14 @@ def test_hf_to_torch_dist_to_hf_is_byte_equal_and_does_not_read_the_origins_tens
 
 
 def convert_with_one_parameter_changed(args, name, root):
-    from slime.backends.megatron_utils.checkpoint.iterations import CheckpointSource, load_checkpoint, save_checkpoint
+    from slime.backends.megatron_utils.checkpoint.iterations import CheckpointSource, begin_checkpoint, load_checkpoint
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
 
     model = [get_model_provider_func(args)()]
     load_checkpoint(CheckpointSource(str(root)), model=model)
     with torch.no_grad():
         dict(model[0].named_parameters())[name].add_(1.0)
-    save_checkpoint(root, 5, model=model)
+    begin_checkpoint(root, 5, model=model).finish()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.checkpoints.dumps import save_dump
+from slime.checkpoints.rollout_files import save_dump
 from slime.utils.types import Sample
 from tests.integration.launch import make_model
 from tools.inspect_dump import main

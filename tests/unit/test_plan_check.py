@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slime.plan import Facts, make_plan
-from slime.plan.devices import cpu_device
+from slime.plan.times import cpu_device
 from slime.ray import driver
 from slime.ray.driver import check_plan, dry_run, find_device
 from slime.utils.errors import UsageError

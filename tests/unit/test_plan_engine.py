@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from slime.plan import Facts, make_plan, times
-from slime.plan.devices import DEFAULT_GPU, DEVICES, device_of_gpu
 from slime.plan.fit import MEM_FRACTION, engine_memory, weight_params
-from slime.plan.times import checkpoint_bytes, num_log_prob_passes, outputs
+from slime.plan.times import DEFAULT_GPU, DEVICES, checkpoint_bytes, device_of_gpu, num_log_prob_passes, outputs
 from slime.utils.model_shape import ModelShape
 from slime.weights.formats import Fp8Format
 from tests.unit.plan_fakes import CUDA, plan_args

@@ -17,8 +17,7 @@ from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter
 from slime.backends.sglang_utils import engine_patches
 from slime.backends.sglang_utils.disk_weights import LocalCheckpoint, RefusedError
 from slime.backends.sglang_utils.launch_server import hidden, write_launch_file
-from slime.checkpoints.dumps import save_dump
-from slime.checkpoints.rollout_files import samples_path
+from slime.checkpoints.rollout_files import samples_path, save_dump
 from slime.observability.rollout_records.recorder import write_samples
 from slime.observability.run_events import RunEvents
 from slime.observability.trackers.state import FOLDER, RUN_FILE, write_json

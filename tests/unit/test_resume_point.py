@@ -19,13 +19,15 @@ from typing import Any
 import pytest
 import torch
 
-from slime.checkpoints import manifest
 from slime.checkpoints.paths import (
+    MANIFEST_FILE,
     MODEL_SHAPE_FILE,
     STATE_MANIFEST,
     TRACKER_FILE,
+    entries_of,
     manifest_of_state,
     state_path,
+    write_manifest,
 )
 from slime.config.args import Args
 from slime.ray.checkpoints import settle_checkpoint
@@ -75,11 +77,11 @@ def write_state(root: Path, step: int) -> None:
     state = state_path(root, step)
     state.parent.mkdir(parents=True, exist_ok=True)
     state.write_bytes(os.urandom(300))
-    manifest.write_manifest(manifest_of_state(state), manifest.entries_of(state.parent, [state]))
+    write_manifest(manifest_of_state(state), entries_of(state.parent, [state]))
 
 
 def save_with_state(args: Any, root: Path) -> None:
-    from slime.backends.megatron_utils.checkpoint.iterations import save_checkpoint
+    from slime.backends.megatron_utils.checkpoint.iterations import begin_checkpoint
     from tests.unit.test_checkpoint import build
 
     def write_more(directory: Path) -> None:
@@ -87,14 +89,14 @@ def save_with_state(args: Any, root: Path) -> None:
             note_state_of_data_source(directory, str(root), 1)
 
     state = build(args)
-    save_checkpoint(
+    begin_checkpoint(
         root,
         1,
         model=state.model,
         optimizer=state.optimizer,
         scheduler=state.scheduler,
         write_more=write_more,
-    )
+    ).finish()
 
 
 @pytest.fixture
@@ -107,7 +109,7 @@ def two(tmp_path: Path) -> Path:
         (directory / "__0_0.distcp").write_bytes(os.urandom(1000))
         write_state(tmp_path, step)
         note_state_of_data_source(directory, str(tmp_path), step)
-        manifest.write_manifest(directory / manifest.FILE, manifest.entries_of(directory, sorted(directory.iterdir())))
+        write_manifest(directory / MANIFEST_FILE, entries_of(directory, sorted(directory.iterdir())))
     (tmp_path / TRACKER_FILE).write_text("7")
     return tmp_path
 
@@ -133,9 +135,9 @@ def test_a_manifest_names_every_file_that_both_ranks_wrote(saved: Path) -> None:
     args = flags_for(saved)
     assert settle_checkpoint(args) is args
     named = {path.name for path in files_of(saved)}
-    assert {"common.pt", ".metadata", MODEL_SHAPE_FILE, manifest.FILE} <= named
+    assert {"common.pt", ".metadata", MODEL_SHAPE_FILE, MANIFEST_FILE} <= named
     assert any(name.startswith("__1_") for name in named), "a file of rank 1"
-    entries = manifest.entries_of(saved, list(files_of(saved)))
+    entries = entries_of(saved, list(files_of(saved)))
     assert all(entry["bytes"] for entry in entries.values())
 
 
@@ -147,7 +149,7 @@ def test_each_of_a_thousand_random_faults_is_found(saved: Path) -> None:
         damage(path, fault, chance)
         with pytest.raises(UsageError) as error:
             settle_checkpoint(flags_for(saved))
-        where = str(path) if path.name != manifest.FILE else manifest.FILE
+        where = str(path) if path.name != MANIFEST_FILE else MANIFEST_FILE
         assert where in str(error.value), (number, fault, path, str(error.value))
         path.write_bytes(before)
     assert settle_checkpoint(flags_for(saved)).ckpt_step is None
@@ -186,7 +188,7 @@ def test_an_iteration_without_a_state_of_slimes_is_taken(two: Path) -> None:
     shutil.rmtree(two / "rollout")
     directory = two / "iter_0000007"
     (directory / STATE_MANIFEST).unlink()
-    manifest.write_manifest(directory / manifest.FILE, manifest.entries_of(directory, [directory / "__0_0.distcp"]))
+    write_manifest(directory / MANIFEST_FILE, entries_of(directory, [directory / "__0_0.distcp"]))
     note_state_of_data_source(directory, str(two), 7)
     assert not (directory / STATE_MANIFEST).exists()
     assert settle_checkpoint(flags_for(two)).ckpt_step is None
@@ -243,7 +245,7 @@ def test_checksums_are_compared_as_the_flag_says(two: Path) -> None:
 
 
 def test_a_checkpoint_of_megatrons_own_is_taken_as_it_is(two: Path) -> None:
-    for name in (MODEL_SHAPE_FILE, manifest.FILE, "__0_0.distcp"):
+    for name in (MODEL_SHAPE_FILE, MANIFEST_FILE, "__0_0.distcp"):
         (two / "iter_0000007" / name).unlink()
     assert settle_checkpoint(flags_for(two)).ckpt_step is None
 
@@ -252,7 +254,7 @@ def test_a_checkpoint_of_megatrons_own_is_taken_as_it_is(two: Path) -> None:
 
 
 def save_where_nothing_fits(args, root):
-    from slime.backends.megatron_utils.checkpoint.iterations import save_checkpoint
+    from slime.backends.megatron_utils.checkpoint.iterations import begin_checkpoint
     from slime.training import collective_writing as writing
     from tests.unit.test_checkpoint import build
 
@@ -260,7 +262,7 @@ def save_where_nothing_fits(args, root):
     for margin in (writing.MARGIN, -(2**40)):  # seen before anything is written, and while it is
         writing.MARGIN = margin
         with pytest.raises(writing.DiskFull, match="GB free, and it takes" if margin > 0 else "became full"):
-            save_checkpoint(root, 0, model=state.model, optimizer=state.optimizer, scheduler=state.scheduler)
+            begin_checkpoint(root, 0, model=state.model, optimizer=state.optimizer, scheduler=state.scheduler).finish()
         assert not list(root.iterdir()), "what was written is gone again"
         torch.distributed.barrier()  # before another save begins
 
@@ -289,7 +291,7 @@ FAILS_ON_ONE_RANK = (
     (0, f".iter_0000000.partial/{REFERENCE_PART}/common.pt"),
     (0, f".iter_0000000.partial/{REFERENCE_PART}/__0_0.distcp"),
     (0, f".iter_0000000.partial/{MODEL_SHAPE_FILE}"),
-    (0, f".iter_0000000.partial/.{manifest.FILE}."),
+    (0, f".iter_0000000.partial/.{MANIFEST_FILE}."),
     (0, f".{TRACKER_FILE}.partial"),
 )
 

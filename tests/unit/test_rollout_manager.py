@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils.server_control import Probe
-from slime.checkpoints.dumps import load_dump
+from slime.checkpoints.rollout_files import load_dump
 from slime.observability import logging_utils
 from slime.observability.rollout_records import RolloutRecords
 from slime.observability.rollout_records.recorder import SampleRecorder

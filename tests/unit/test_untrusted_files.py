@@ -34,7 +34,7 @@ SOURCES = [
 ]
 TRUSTED = {
     (
-        "slime/checkpoints/dumps.py",
+        "slime/checkpoints/rollout_files.py",
         "torch.load",
     ): "after weights_only failed, where the caller trusts the file",
     ("slime/utils/files/rows.py", "pickle.loads"): "what this process has written into a nameless temporary file",

@@ -29,7 +29,7 @@ from slime.backends.megatron_utils.update_weight.base import WeightSyncError
 from slime.backends.megatron_utils.update_weight.from_disk import DeltaWeightUpdater, bytes_of
 from slime.backends.sglang_utils import disk_weights
 from slime.backends.sglang_utils.disk_weights import LocalCheckpoint
-from slime.checkpoints import manifest
+from slime.checkpoints.paths import MANIFEST_FILE, entries_of, write_manifest
 from slime.weights.delta import CHECKSUMS, ENCODINGS, checksum, decode, encode, parts_of
 from slime.weights.safetensors_files import INDEX_FILE, files_of
 from tests.unit.test_disk_sync import NAMES, ROOT, FileEngine, World, world
@@ -250,8 +250,8 @@ def test_trained_weights_that_change_in_place_are_compared_with_what_was_sent(wo
 
 def sign(version: Path) -> None:
     """As if the trainer had written the files as they are now."""
-    files = [path for path in version.iterdir() if path.name != manifest.FILE]
-    manifest.write_manifest(version / manifest.FILE, manifest.entries_of(version, files))
+    files = [path for path in version.iterdir() if path.name != MANIFEST_FILE]
+    write_manifest(version / MANIFEST_FILE, entries_of(version, files))
 
 
 def flip_a_bit_and_sign(version: Path, world: World) -> None:

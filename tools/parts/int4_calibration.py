@@ -20,8 +20,8 @@ import torch
 
 from slime.utils.errors import UsageError
 from slime.weights.formats import Int4Format
-from slime.weights.int4 import HIGHEST, LOWEST, dequantize_groups, quantize_groups
 from slime.weights.names import is_fused, place_of, single_names
+from slime.weights.quantization import HIGHEST, LOWEST, dequantize_groups, quantize_groups
 
 if TYPE_CHECKING:
     from slime.conversion.reader import TensorInfo

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.aggregation import token_weights, weighted_sum
-from slime.algorithms.corrections import keeps_whole
+from slime.algorithms.policy import keeps_whole
 from slime.utils.accelerator import to_device
 
 Span = tuple[int, int]

@@ -31,7 +31,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from slime.checkpoints import manifest
+from slime.checkpoints.paths import MANIFEST_FILE
+from slime.checkpoints.paths import what_is_wrong as manifest_problem
 from slime.processes.directories import make_own_directory
 from slime.processes.wait import lock_file
 from slime.weights.names import with_partners
@@ -147,7 +148,7 @@ def _changed(directory: Path, local_dir: Path | None) -> str | None:
     """What of a version is not what was written; a host's copy is looked at when it is made."""
     if local_dir is not None or not _is_first():
         return None
-    return manifest.what_is_wrong(directory / manifest.FILE)
+    return manifest_problem(directory / MANIFEST_FILE)
 
 
 def _missing(directory: Path) -> str | None:
@@ -275,7 +276,7 @@ class LocalCheckpoint:
             except OSError as error:
                 raise RefusedError(f"{version_dir} cannot be copied to {FLAG} {self.root}: {error}") from None
             _check(self.directory)
-            (self.directory / manifest.FILE).unlink()  # deltas change what it is about
+            (self.directory / MANIFEST_FILE).unlink()  # deltas change what it is about
         else:
             _check(version_dir)
             self._apply(version_dir, wanted)
@@ -306,7 +307,7 @@ class LocalCheckpoint:
 
 
 def _check(directory: Path) -> None:
-    if problem := manifest.what_is_wrong(directory / manifest.FILE):
+    if problem := manifest_problem(directory / MANIFEST_FILE):
         raise RefusedError(problem)
 
 

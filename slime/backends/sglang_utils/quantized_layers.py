@@ -29,8 +29,7 @@ from typing import Any
 
 import torch
 
-from slime.weights.fp8 import dequantize
-from slime.weights.int4 import dequantize_groups, unpack
+from slime.weights.quantization import dequantize, dequantize_groups, unpack
 
 Place = Callable[[torch.Tensor, int, torch.Tensor], None]
 """Writes rows, [..., rows] as SGLang's loader of experts leaves them, to a parameter: (its data, the first, them)."""

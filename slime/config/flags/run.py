@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from slime.checkpoints.rollout_files import DEFAULT_KEEP
 from slime.config.parser import flag
-from slime.plan.devices import DEFAULT_GPU, DEVICE_CHOICES
+from slime.plan.times import DEFAULT_GPU, DEVICE_CHOICES
 from slime.plugins import OWN_TRACKERS, TRACKERS
 
 MOST_GPUS = 1_000_000

@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from slime.checkpoints.dumps import load_samples, save_dump, subsample
+from slime.checkpoints.rollout_files import load_samples, save_dump, subsample
 from slime.config.args import Args
 from slime.observability import logging_utils
 from slime.observability.rollout_metrics import log_rollout_data

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-from slime.checkpoints.manifest import Entry, entries_of
+from slime.checkpoints.paths import Entry, entries_of
 
 
 class BackgroundSave:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from slime.checkpoints.manifest import FILE as MANIFEST_FILE
-from slime.checkpoints.manifest import entries_of, to_disk, write_manifest
+from slime.checkpoints.paths import FILE as MANIFEST_FILE
+from slime.checkpoints.paths import entries_of, to_disk, write_manifest
 from slime.config.args import Args
 from slime.conversion.reader import config_dtype
 from slime.conversion.writer import SHARD_BYTES, copy_assets
@@ -27,8 +27,8 @@ from slime.training.collective_writing import DiskFull
 from slime.utils.distributed_utils import barrier, gathered
 from slime.utils.errors import UsageError, is_of_full_disk
 from slime.weights.formats import BLOCK_SUFFIX, TENSOR_SUFFIX
-from slime.weights.fp8 import E4M3
 from slime.weights.names import is_of_other_part, text_config
+from slime.weights.quantization import E4M3
 from slime.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 _SCALES = (BLOCK_SUFFIX, TENSOR_SUFFIX)  # int4's are called as those of fp8 by tensor
@@ -132,7 +132,7 @@ class HfWriter:
         shard_bytes: where a new shard starts.
         keeps_dtypes: write tensors in the dtype that they come in, not in the config's.
         index_metadata: there is an index even of one shard, and it says this, too.
-        has_manifest: say in a `manifest.FILE` what all files are, for readers that must not load a wrong bit.
+        has_manifest: say in a `MANIFEST_FILE` what all files are, for readers that must not load a wrong bit.
     """
 
     def __init__(

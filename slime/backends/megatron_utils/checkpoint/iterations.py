@@ -2,7 +2,7 @@
 
 What a checkpoint holds besides weights is chosen when it is saved (--checkpoint-contents); loading takes what is there
 and starts the rest fresh. A checkpoint appears under its name only when it is complete, with a manifest of its files
-(`slime.checkpoints.manifest`; `slime.ray.checkpoints` looks at it before a load), and the tracker file is written
+(`slime.checkpoints.paths`; `slime.ray.checkpoints` looks at it before a load), and the tracker file is written
 last, so that a run that is cut off leaves the previous one in force. Sharding is by global tensors: any other parallel
 layout can load it. slime.training.resume deletes checkpoints that are too old.
 """
@@ -39,9 +39,17 @@ from slime.backends.megatron_utils.model.model_weights import is_of_adapter
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.optimizer import make_moments
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather
-from slime.checkpoints import manifest
-from slime.checkpoints.manifest import Entry, entries_of, to_disk, write_manifest
-from slime.checkpoints.paths import MODEL_SHAPE_FILE, TRACKER_FILE, iteration_dir, resolve_checkpoint_dir
+from slime.checkpoints.paths import (
+    MANIFEST_FILE,
+    MODEL_SHAPE_FILE,
+    TRACKER_FILE,
+    Entry,
+    entries_of,
+    iteration_dir,
+    resolve_checkpoint_dir,
+    to_disk,
+    write_manifest,
+)
 from slime.conversion.writer import put_in_place
 from slime.training.backend import CheckpointSource
 from slime.training.collective_writing import gives_way_to_a_full_disk, together
@@ -56,36 +64,6 @@ _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chaine
 
 EXTRA_STATE = "_extra_state"
 """Last part of the name of what TransformerEngine keeps for 8 bit."""
-
-
-def save_checkpoint(
-    root: str | Path,
-    iteration: int | str,
-    *,
-    model: Sequence[torch.nn.Module],
-    optimizer: Any = None,
-    scheduler: Any = None,
-    contents: Collection[str] = ("model", "optimizer", "rng"),
-    model_shape: dict[str, Any] | None = None,
-    write_more: Callable[[Path], None] | None = None,
-) -> Path:
-    """Write the checkpoint of `iteration` ("release": weights alone) and point the tracker at it; all ranks call it.
-
-    Arguments and errors are those of `begin_checkpoint`.
-
-    Returns:
-        the directory of the checkpoint.
-    """
-    return begin_checkpoint(
-        root,
-        iteration,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        contents=contents,
-        model_shape=model_shape,
-        write_more=write_more,
-    ).finish()
 
 
 class UnfinishedCheckpoint:
@@ -140,6 +118,7 @@ def begin_checkpoint(
 
     Args:
         root: checkpoint root; made if absent.
+        iteration: its number, or "release" for weights alone.
         model: this rank's modules, wrapped or bare.
         optimizer: Megatron's, or None.
         scheduler: saved with the optimizer.
@@ -208,7 +187,7 @@ def _describe(directory: Path, known: dict[str, Entry]) -> None:
     found = gathered(entries)
     if rank == 0:
         merged = {name: entry for of_rank in found for name, entry in of_rank.items()}
-        write_manifest(directory / manifest.FILE, merged)
+        write_manifest(directory / MANIFEST_FILE, merged)
 
 
 def _writer_of(path: Path) -> int:
@@ -276,7 +255,7 @@ def load_checkpoint(
     of_base = is_base(directory, model)
     has_state = "optimizer" in common and not of_base
     with_optimizer = is_resumed and source.load_optimizer and optimizer is not None and has_state
-    with_rng = is_resumed and source.load_rng and _has_rng(common) and common.get("layout") == _layout()
+    with_rng = is_resumed and source.load_rng and common.get("has_rng") and common.get("layout") == _layout()
     if is_resumed:
         _say_what_is_not_there(directory, common, source)
     state = _sharded_state(model, optimizer if with_optimizer else None, is_loading=True, of_base=of_base)
@@ -331,17 +310,13 @@ def _is_all_there(optimizer_state: dict[str, Any], directory: Path) -> bool:
     return bool(is_here)
 
 
-def _has_rng(common: dict[str, Any]) -> bool:
-    return bool(common.get("has_rng", True))  # checkpoints from before the mark always have them
-
-
 def _say_what_is_not_there(directory: Path, common: dict[str, Any], source: CheckpointSource) -> None:
     """Warn once, on rank 0, about what was asked for and starts fresh."""
     if dist.get_rank() != 0:
         return
     if source.load_optimizer and "optimizer" not in common:
         logger.warning("%s holds no optimizer state: its moments and the learning-rate schedule start anew", directory)
-    if source.load_rng and not _has_rng(common):
+    if source.load_rng and not common.get("has_rng"):
         logger.warning("%s holds no random states: they start from --seed", directory)
     elif source.load_rng and common.get("layout") != _layout():
         saved = common.get("layout")

@@ -2,7 +2,7 @@
 
 The model is built without memory: Megatron itself says how each parameter is called and cut in the checkpoint. The
 values are asked for one parameter at a time and written into files of bounded size, by threads. What
-`checkpoint.save_checkpoint` writes of a model in memory is the same but for the files that it is in. The checksums of
+`iterations.begin_checkpoint` writes of a model in memory is the same but for the files that it is in. The checksums of
 the manifest are made of the bytes as they are handed to the file, so that nothing is read back.
 """
 
@@ -34,9 +34,16 @@ from torch.distributed.checkpoint.metadata import (
 
 from slime.backends.megatron_utils.checkpoint.iterations import give_name
 from slime.backends.megatron_utils.model.model_weights import iter_weights, named_tensors
-from slime.checkpoints import manifest
-from slime.checkpoints.manifest import entries_of, to_disk, write_manifest
-from slime.checkpoints.paths import MODEL_SHAPE_FILE, iteration_dir
+from slime.checkpoints.paths import (
+    MANIFEST_FILE,
+    MODEL_SHAPE_FILE,
+    Digest,
+    Entry,
+    entries_of,
+    iteration_dir,
+    to_disk,
+    write_manifest,
+)
 from slime.conversion.writer import check_room, growing, progress, run_in_threads
 from slime.utils.errors import UsageError
 
@@ -153,7 +160,7 @@ def write_release(
         _write_rest(partial, [written[_part_file(number)] for number in range(len(parts))], objects, model_shape)
         entries = {name: part.entry for name, part in written.items()}
         others = [path for path in partial.iterdir() if path.name not in entries]
-        write_manifest(partial / manifest.FILE, entries_of(partial, sorted(others)) | entries)
+        write_manifest(partial / MANIFEST_FILE, entries_of(partial, sorted(others)) | entries)
         give_name(partial, root, "release", replaces=False)
     return final
 
@@ -202,7 +209,7 @@ class Part:
     """
 
     chunks: list[tuple[str, torch.dtype, Sequence[int], Sequence[int], Sequence[int], _StorageInfo]]
-    entry: manifest.Entry
+    entry: Entry
 
 
 def _write_part(path: Path, part: Sequence[Parameter], value_of: Callable[[Parameter], torch.Tensor]) -> Part:
@@ -233,7 +240,7 @@ class HashedStream:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._digest = manifest.Digest()
+        self._digest = Digest()
         self.flush, self.tell, self.entry = file.flush, file.tell, self._digest.entry
 
     def write(self, data: Buffer) -> int:

@@ -33,7 +33,7 @@ from slime.backends.megatron_utils.layers.grouped_experts import GroupedExperts,
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.config.megatron.fp8_forward_plan import BLOCK, EXPERTS, LAYERS, MOE_LAYERS, PART_OF_BLOCK, Fp8Choice
 from slime.utils.errors import UsageError
-from slime.weights.fp8 import dequantize, quantize_blocks, quantize_rows
+from slime.weights.quantization import dequantize, quantize_blocks, quantize_rows
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from slime.checkpoints.dumps import reason_of
 from slime.checkpoints.metadata import check_names, read_metadata
+from slime.checkpoints.rollout_files import reason_of
 from slime.utils.errors import UsageError
 
 

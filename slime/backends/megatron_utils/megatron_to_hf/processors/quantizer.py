@@ -17,8 +17,15 @@ import torch
 from slime.config.args import Args
 from slime.conversion.reader import TensorInfo
 from slime.weights.formats import PACKED, SCALE, SHAPE, ZERO, Fp8Format, Int4Format, WeightFormat, weight_format_of
-from slime.weights.fp8 import E4M3, largest_of, quantize_blocks, quantize_tensor
-from slime.weights.int4 import PER_INT32, pack, quantize_groups
+from slime.weights.quantization import (
+    E4M3,
+    PER_INT32,
+    largest_of,
+    pack,
+    quantize_blocks,
+    quantize_groups,
+    quantize_tensor,
+)
 
 __all__ = ["QuantizationError", "divides", "planned", "quantize_bucket", "quantize_params", "stored_bytes"]
 
