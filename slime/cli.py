@@ -25,7 +25,7 @@ from typing import Annotated, NamedTuple, NoReturn
 import typer
 
 from slime.dashboard.address import LOOPBACK, lines_for_user, listen, new_token
-from slime.processes.stacks import host_memory
+from slime.processes.progress import host_memory
 
 # A checkout, or the directory of an installed package: both hold train.py.
 ROOT = Path(__file__).resolve().parents[1]

@@ -139,8 +139,8 @@ def test_every_module_imports_only_layers_below_it():
         ("slime.rollout.eval", "slime.agent.trajectory"),
         ("slime.rollout.eval", "ray"),
         ("slime.ray.run", "sglang"),
-        ("slime.training.passes", "megatron"),
-        ("slime.training.passes", "slime.backends.megatron_utils.actor"),
+        ("slime.training.micro_batches", "megatron"),
+        ("slime.training.micro_batches", "slime.backends.megatron_utils.actor"),
         ("slime.backends.megatron_utils.actor", "slime.backends.sglang_utils.server_control"),
     ],
 )

@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from slime.config.ask import type_of  # noqa: E402
-from slime.config.other_names import OLDER_NAMES  # noqa: E402
 from slime.config.parse import CommandLine  # noqa: E402
+from slime.config.parser import OLDER_NAMES  # noqa: E402
 from slime.config.sglang.options import OWNED, ROUTER_OWNED  # noqa: E402
 
 DEFAULT_OUTPUT = ROOT / "docs" / "reference" / "flags.md"

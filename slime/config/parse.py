@@ -36,24 +36,23 @@ from slime.config.megatron.arguments import (
     teacher_problems,
     without_deepep,
 )
-from slime.config.other_names import OLDER_NAMES, here, with_current_names
-from slime.config.parser import Parser, add_flags, defaults_of, explicit_flags, group_title
+from slime.config.parser import (
+    OLDER_NAMES,
+    Parser,
+    add_flags,
+    defaults_of,
+    explicit_flags,
+    group_title,
+    here,
+    with_current_names,
+)
 from slime.config.problems import NoEffect, Problems, collected, read_file, without_repeats
-from slime.config.resume import go_on_after_requeue, resume_values
 from slime.config.roles import FLAG as ROLES_FLAG
 from slime.config.roles import Role, apply_config_files, critic_entry
 from slime.config.rules import debug, devices, effect, files, generation
 from slime.config.rules.backends import backend_problems, problems_of_run
-from slime.config.rules.devices import check_int4_training
 from slime.config.rules.effect import Fields, check_pointless
-from slime.config.rules.files import (
-    check_hook,
-    check_hooks,
-    check_settings,
-    check_tool_function,
-    form_notes,
-)
-from slime.config.rules.run_dirs import check_run_dirs, run_dir_warnings
+from slime.config.rules.run_dirs import check_run_dirs, go_on_after_requeue, resume_values, run_dir_warnings
 from slime.config.sglang.engine_flags import (
     SglangFlags,
     add_sglang_arguments,
@@ -222,9 +221,11 @@ class CommandLine:
         problems.wrong += apply_extra(args, custom)
         tool = vars(args).get("tool_function_path")
         generates, has_mcp = _generates(args).values(), vars(args).get("mcp") is not None
-        problems.environment += check_tool_function(generates, tool, ToolFn, signature_problem, has_servers=has_mcp)
+        problems.environment += files.check_tool_function(
+            generates, tool, ToolFn, signature_problem, has_servers=has_mcp
+        )
         problems.environment += check_mcp(args, generates)
-        problems.wrong += check_settings(vars(args), HOOKS)
+        problems.wrong += files.check_settings(vars(args), HOOKS)
         if not args.strict_flags:
             vars(args).update(problems.settle())
         for kind in (problems.wrong, problems.environment, problems.unsupported):
@@ -295,10 +296,10 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
             synced = not args.debug_rollout_only
             problems.unsupported += served_model_problems(hf_config, args.hf_checkpoint, is_synced=synced)
     problems.lacking += devices.MISSING_TRANSPORT(args)
-    problems.lacking += check_int4_training(args, os.environ)
+    problems.lacking += devices.check_int4_training(args, os.environ)
     problems.notes += debug.template_notes(args)
     for option, path in _generates(args).items():
-        problems.notes += form_notes(option, path, is_batch_generate)
+        problems.notes += files.form_notes(option, path, is_batch_generate)
     _check_rewards(args, problems)
     problems.environment += _check_environment(args, given_load=given_load, has_config=hf_config is not None)
     problems.environment += collected(problems.environment, lambda: list(check_run_dirs(args, given_load))) or []
@@ -424,9 +425,9 @@ def _check_environment(args: Args, *, given_load: str | None, has_config: bool) 
     yield from generation.check_generation_files(args)
     defaults = {name: value for flags_class in FLAG_CLASSES for name, value in defaults_of(flags_class).items()}
     defaults["eval_function_path"] = generation.DEFAULT_ROLLOUT
-    yield from check_hooks(vars(args), defaults, HOOKS, signature_problem)
+    yield from files.check_hooks(vars(args), defaults, HOOKS, signature_problem)
     for where, name, path in _hooks_of_evaluation(args):
-        yield from check_hook(where, path, HOOKS[name], signature_problem)
+        yield from files.check_hook(where, path, HOOKS[name], signature_problem)
     yield from files.check_output_dirs(files.output_dirs(args))
     yield from files.check_output_file("--ray-timeline-path", args.ray_timeline_path)
 

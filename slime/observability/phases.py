@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from slime.processes.progress_counts import Count
+from slime.processes.progress import Count
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -36,8 +36,8 @@ from slime.checkpoints.paths import (
     what_is_wrong,
 )
 from slime.config.args import Args
-from slime.config.resume import NEVER
 from slime.config.roles import parse_megatron_role_args
+from slime.config.rules.run_dirs import NEVER
 from slime.ray.utils import ActorFailure, get
 from slime.utils.errors import UsageError
 

@@ -30,13 +30,13 @@ from slime.config.megatron.lora_plan import LoraPlan
 from slime.config.parse import Checked, CommandLine, accept
 from slime.config.parser import defaults_of
 from slime.config.problems import collected
-from slime.config.resume import line_to_go_on
+from slime.config.rules.run_dirs import line_to_go_on
 from slime.observability.logging_utils import configure_logger
 from slime.plan import EngineKind, Facts, HookReport, Plan, make_plan
 from slime.plan.fit import misfits
 from slime.plan.layout import EngineGroup, slot_layout
 from slime.plan.times import DEFAULT_GPU, DEVICES, Device, cpu_device, device_of_gpu
-from slime.processes.stacks import host_memory
+from slime.processes.progress import host_memory
 from slime.ray.utils import ActorFailure
 from slime.rollout.base_types import HOOKS
 from slime.rollout.hooks.signatures import signature_problem

@@ -24,17 +24,16 @@ import ray
 
 from slime.checkpoints.paths import latest_iteration
 from slime.config.args import Args
-from slime.config.resume import line_to_go_on
 from slime.config.roles import Role
 from slime.config.rules.losses import check_critic_only_steps
-from slime.config.rules.run_dirs import claim_run_dirs, move_earlier_runs
+from slime.config.rules.run_dirs import claim_run_dirs, line_to_go_on, move_earlier_runs
 from slime.dashboard.address import start_beside_run
 from slime.observability import logging_utils
 from slime.observability.phases import START, Phases, RunStatus, phase
 from slime.observability.profiler import nothing_recorded
 from slime.observability.run_events import RunEvents
 from slime.observability.timer import StepTimes
-from slime.processes.progress_counts import Count
+from slime.processes.progress import Count
 from slime.processes.registry import registry
 from slime.ray import stalls
 from slime.ray.actor_group import RayTrainGroup

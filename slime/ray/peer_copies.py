@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slime.processes.progress_counts import went_on
+from slime.processes.progress import went_on
 from slime.ray.utils import ActorFailure, ActorLost, actor_env, get
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from ray.exceptions import AuthenticationError
 from slime.config.args import Args
 from slime.config.rules.batch import check_micro_batches
 from slime.plan.layout import slot_layout
-from slime.processes.stacks import address_limit
+from slime.processes.progress import address_limit
 from slime.processes.sweeper import RAY_PREFIX
 from slime.processes.wait import WaitTimeout, wait
 from slime.ray.utils import SLOT_RESOURCE, ActorFailure, get, in_bundle, slot_options

@@ -31,8 +31,7 @@ from ray import NodeID
 from ray.exceptions import RayError
 
 from slime.observability.phases import Phase, Phases
-from slime.processes import stacks
-from slime.processes.progress_counts import counts
+from slime.processes.progress import counts, write_stacks_on_signal
 from slime.processes.registry import MARK, begin_run
 from slime.processes.sweeper import Sweeper, sweep_dead_runs
 from slime.processes.wait import Watch, try_and_log
@@ -103,7 +102,7 @@ class RunGuard:
             manager: returns the rollout manager's handle, which another one may take the place of.
         """
         self._manager = manager
-        stacks.write_stacks_on_signal()
+        write_stacks_on_signal()
         if self._stall_timeout_s:
             self._watch = StallWatch(
                 self._phases, self._look, self._engine_state, self._report, timeout_s=self._stall_timeout_s

@@ -30,9 +30,8 @@ from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.observability.phases import Phase, Phases, seconds
-from slime.processes.progress_counts import counts
+from slime.processes.progress import counts, describe, free_memory
 from slime.processes.registry import MARK, processes_of
-from slime.processes.stacks import describe, free_memory
 from slime.processes.wait import Watch, try_and_log
 from slime.ray.utils import actor_env
 from slime.utils.misc import attempt

@@ -23,8 +23,8 @@ from slime.config.args import Args
 from slime.config.roles import Role
 from slime.observability.logging_utils import collect_warnings, configure_logger
 from slime.observability.profiler import memory_after
-from slime.processes import stacks
 from slime.processes.directories import use_private_temp_dir
+from slime.processes.progress import write_stacks_on_signal
 from slime.ray import stalls
 from slime.ray.peer_copies import owners_of, send_state, take_state
 from slime.ray.utils import RayActor, check_network, redirect_output
@@ -59,7 +59,7 @@ class TrainRayActor(RayActor):
         use_private_temp_dir()
         self._name = f"{NAMES[role]} {rank}"
         configure_logger(self._name)
-        stacks.write_stacks_on_signal()
+        write_stacks_on_signal()
         use_keys(vars(args).get("run_keys"))
         stalls.publish_progress(self._name, CollectiveState().look)
         self.args, self.rank, self.world_size, self._role = args, rank, world_size, role
@@ -203,7 +203,7 @@ class TrainRayActor(RayActor):
 
 
 def _why_not_written(write: Callable[[], None]) -> str | None:
-    from slime.training.collective_writing import DiskFull
+    from slime.training.resume import DiskFull
 
     try:
         write()

@@ -23,8 +23,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from slime.processes.progress import OutOfMemoryKills, killed_for_memory, too_few_addresses
 from slime.processes.registry import MARK
-from slime.processes.stacks import OutOfMemoryKills, killed_for_memory, too_few_addresses
 from slime.utils.errors import UsageError
 from slime.utils.http.network import given_address, interface_problem
 from slime.utils.misc import listen_anywhere

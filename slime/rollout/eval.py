@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from slime.config.args import Args
-from slime.processes.progress_counts import progress_bar
+from slime.processes.progress import progress_bar
 from slime.rollout.base_types import RolloutFnEvalOutput, flatten
 from slime.rollout.hooks.sample_errors import SampleError
 from slime.rollout.sample_hooks import set_current_rollout_id

@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.args import Args
-from slime.processes.progress_counts import progress_bar
+from slime.processes.progress import progress_bar
 from slime.processes.wait import WaitTimeout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collector import Collector

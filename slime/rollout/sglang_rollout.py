@@ -22,7 +22,7 @@ from typing import Any
 
 from slime.backends.sglang_utils import server_control
 from slime.config.args import Args
-from slime.processes.progress_counts import progress_bar
+from slime.processes.progress import progress_bar
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collector import Collector
 from slime.rollout.eval import eval_rollout, eval_rollout_single_dataset

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from slime.config.args import Args
-from slime.training.passes import REFERENCE
-from slime.utils.accelerator.tensor_backper import TensorBackuper
+from slime.training.micro_batches import REFERENCE
+from slime.utils.accelerator.memory_saver import TensorBackuper
 from slime.utils.distributed_utils import gathered
 
 GRAD_NORM_TOLERANCE = 0.01

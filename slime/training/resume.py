@@ -1,4 +1,4 @@
-"""What a run that resumes needs besides weights and optimizer, and which old checkpoints are deleted.
+"""What a run that resumes needs besides weights and optimizer, how ranks write it together, and what is deleted.
 
 1. In a checkpoint: the weight of an adaptive KL controller (`trainer_state.json`), a reference that
    --ref-update-interval moves (`reference/`, weights alone) and the manifest of the data source's state. A run with
@@ -10,22 +10,30 @@ Deletion (--keep-checkpoints, --save-retain-interval) touches only what our layo
 directories with our model_shape.json, the data source's states of iterations that are gone, and HF directories at the
 places that a --save-hf template names. Iterations after the one just written belong to an abandoned branch of an
 earlier run, or are not yet overwritten: they are left alone.
+
+A checkpoint that does not fit on its disk is given up, on every rank, and what was written of it is removed. A run can
+go on without it: the one before is still there. Whether it fits is asked before anything is written; what shows only
+then (a quota, another writer) is recognised by the error. Often one rank alone has it, for most small files are rank
+0's: it must not leave the others waiting, so all ranks learn of it at the end of a block (`together`).
 """
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import logging
 import re
 import shutil
 import string
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.algorithms.kl import KlController
 from slime.checkpoints.paths import (
@@ -39,17 +47,114 @@ from slime.checkpoints.paths import (
 from slime.config.args import Args
 from slime.config.roles import critic_save_dir
 from slime.training.backend import Backend
-from slime.training.collective_writing import holds
-from slime.training.passes import REFERENCE
-from slime.utils.accelerator.tensor_backper import TensorBackuper
+from slime.training.micro_batches import REFERENCE
+from slime.utils.accelerator.memory_saver import TensorBackuper
+from slime.utils.distributed_utils import barrier, gathered
+from slime.utils.errors import line_of_full_disk, said
+
+logger = logging.getLogger(__name__)
+
+MARGIN = 64 * 2**20
+"""Bytes for the small files of a checkpoint."""
+
+
+class DiskFull(RuntimeError):
+    """A checkpoint was not written, for want of room; the message says where and how much."""
+
+
+class _Blocks:
+    """The `together` blocks that this process is in, the innermost last: what failed inside and was not raised yet."""
+
+    open: list[list[BaseException]] = []
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """What fails on one rank inside the block is raised on every rank, at its end; every rank enters it.
+
+    A rank leaves the block at its error. So where the ranks wait for each other inside it, what can fail on one of
+    them alone before that has to be held (`holds`), or be in a block of its own.
+
+    Args:
+        what: as of `barrier`.
+
+    Raises:
+        RuntimeError: it failed on another rank. Where it failed the error itself is raised.
+        WaitTimeout: a rank does not come to the end of the block.
+    """
+    failed: list[BaseException] = []
+    _Blocks.open.append(failed)
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        failed.append(error)
+    finally:
+        _Blocks.open.pop()
+    barrier(what)
+    of_ranks = gathered(f"{type(failed[0]).__name__}: {said(failed[0])}" if failed else None)
+    if failed:
+        raise failed[0]
+    for rank, problem in enumerate(of_ranks):
+        if problem is not None:
+            raise RuntimeError(f"rank {rank}: {problem}")
+
+
+def holds(write: Callable[..., Any]) -> Callable[..., None]:
+    """A write for which other ranks wait right after it: what it fails with is raised at the end of the block that it
+    is called in, and outside of one at once."""
+
+    @functools.wraps(write)
+    def held(*args: Any, **kwargs: Any) -> None:
+        try:
+            write(*args, **kwargs)
+        except Exception as error:
+            if not _Blocks.open:
+                raise
+            _Blocks.open[-1].append(error)
+
+    return held
+
+
+@contextmanager
+def gives_way_to_a_full_disk(directory: Path, *, needed: int | None) -> Iterator[None]:
+    """Write a checkpoint to `directory` inside the block, which is one as of `together`; every rank enters it.
+
+    Args:
+        directory: exists where `needed` is given; removed where the block gives up.
+        needed: bytes that this rank will write; None where they are written, or being written, already.
+
+    Raises:
+        DiskFull: it does not fit, or did not on some rank. Other errors pass.
+    """
+    wanted, free = 0, 1
+    if needed is not None:
+        wanted, free = sum(gathered(needed)) + MARGIN, gathered(shutil.disk_usage(directory).free)[0]
+    if wanted > free:
+        _remove(directory)
+        raise DiskFull(f"{directory.parent} has {free / 1e9:.2f} GB free, and it takes {wanted / 1e9:.2f} GB")
+    try:
+        with together(f"the checkpoint {directory}"):
+            yield
+    except (Exception, CheckpointException) as error:
+        # Of all ranks: torch says on rank 0 alone what another one failed with.
+        problem = next(filter(None, gathered(line_of_full_disk(error))), None)
+        if problem is None:
+            raise
+        _remove(directory)
+        raise DiskFull(f"{directory.parent} became full: {problem[-200:]}") from error
+
+
+def _remove(directory: Path) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+    gathered(None)  # gone on every rank
+
 
 STATE_FILE = "trainer_state.json"
 REFERENCE_PART = "reference"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _DATA_STATE = re.compile(r"global_dataset_state_dict_(\d+)\.(?:pt|manifest\.json)")
 _BEING_DELETED = ".deleted"
-
-logger = logging.getLogger(__name__)
 
 
 def write_resumed_state(

@@ -26,20 +26,23 @@ from slime.observability.profiler import Profiler, recorder_of
 from slime.observability.timer import Timer, timer
 from slime.training.backend import Backend, CheckpointSource, UnfinishedSave
 from slime.training.ci_checks import CiChecks
-from slime.training.collective_writing import DiskFull
-from slime.training.micro_batches import Columns, MicroBatches, to_host, to_tensors
-from slime.training.passes import (
+from slime.training.micro_batches import (
     REFERENCE,
     TEACHER,
+    Columns,
+    MicroBatches,
     keep_version,
     needs_old_log_probs,
     needs_reference,
     needs_teacher,
     passes_over,
     swapped_old_actor,
+    to_host,
+    to_tensors,
 )
 from slime.training.reports import TrainerRecorder, column_means, perf_metrics, save_train_data
 from slime.training.resume import (
+    DiskFull,
     load_moved_reference,
     note_state_of_data_source,
     prune_after_save,
@@ -48,7 +51,7 @@ from slime.training.resume import (
     write_resumed_state,
 )
 from slime.utils import accelerator
-from slime.utils.accelerator.tensor_backper import TensorBackuper
+from slime.utils.accelerator.memory_saver import TensorBackuper
 from slime.utils.data import process_rollout_data
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.misc import hook_args, load_function, needed

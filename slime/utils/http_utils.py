@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
-from slime.processes.progress_counts import went_on
+from slime.processes.progress import went_on
 from slime.utils.async_utils import AsyncLoopThread
 from slime.utils.errors import HttpError
 from slime.utils.http.api_keys import headers_for

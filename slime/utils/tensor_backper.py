@@ -1,5 +1,5 @@
 """Public path of TensorBackuper, which is in slime.utils.accelerator; the spelling is upstream's."""
 
-from slime.utils.accelerator.tensor_backper import TensorBackuper
+from slime.utils.accelerator.memory_saver import TensorBackuper
 
 __all__ = ["TensorBackuper"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slime.config.ask import FlagStatus, explanation, unsupported_text
-from slime.config.other_names import HERE
 from slime.config.parse import CommandLine
+from slime.config.parser import HERE
 from slime.utils.errors import UsageError
 
 

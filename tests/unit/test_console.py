@@ -8,7 +8,7 @@ import pytest
 
 from slime.observability.console import WIDTH, ConsoleSink, eval_line, rollout_line
 from slime.observability.phases import Phases, RunStatus
-from slime.processes.progress_counts import counts_under_way, progress_bar
+from slime.processes.progress import counts_under_way, progress_bar
 from slime.ray import stalls
 
 GENERATION = {

@@ -69,7 +69,7 @@ def test_an_engine_with_too_small_an_address_space_is_said_to_have_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = "print('RuntimeError: DefaultCPUAllocator: can\\'t allocate memory'); exit(1)"
-    monkeypatch.setattr("slime.processes.stacks.address_limit", lambda: 8 * 10**9)
+    monkeypatch.setattr("slime.processes.progress.address_limit", lambda: 8 * 10**9)
     said = start_error(ScriptedEngine(program, tmp_path / "log"))
     assert said.endswith(": `ulimit -v` lets a process map 8.0 GB only; lift it: ulimit -v unlimited")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.processes import stacks as module
-from slime.processes.stacks import OutOfMemoryKills, host_memory, killed_for_memory, too_few_addresses
+from slime.processes import progress as module
+from slime.processes.progress import OutOfMemoryKills, host_memory, killed_for_memory, too_few_addresses
 
 PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -14,7 +14,7 @@ from slime.backends.megatron_utils.update_weight.from_adapters import AdapterUpd
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args
 from slime.checkpoints.paths import MODEL_SHAPE_FILE, TRACKER_FILE
 from slime.config.megatron.lora_plan import LoraPlan
-from slime.training.passes import needs_old_log_probs
+from slime.training.micro_batches import needs_old_log_probs
 from slime.utils.errors import UsageError
 from tests.unit.argument_lines import Check, check, command_line
 from tools.convert_torch_dist_to_hf import saved_shape

@@ -255,7 +255,7 @@ def test_a_checkpoint_of_megatrons_own_is_taken_as_it_is(two: Path) -> None:
 
 def save_where_nothing_fits(args, root):
     from slime.backends.megatron_utils.checkpoint.iterations import begin_checkpoint
-    from slime.training import collective_writing as writing
+    from slime.training import resume as writing
     from tests.unit.test_checkpoint import build
 
     state = build(args)
@@ -299,8 +299,7 @@ FAILS_ON_ONE_RANK = (
 def save_where_one_file_finds_no_room(args: Any, root: Path) -> None:
     """Of two ranks one opens a device that is always full in place of a file; then fsync fails, then all is well."""
     from slime.backends.megatron_utils.checkpoint.iterations import begin_checkpoint, save_weights
-    from slime.training.collective_writing import DiskFull
-    from slime.training.resume import write_resumed_state
+    from slime.training.resume import DiskFull, write_resumed_state
     from tests.unit.test_checkpoint import build
 
     state, rank, opens, syncs = build(args), torch.distributed.get_rank(), io.open, os.fsync

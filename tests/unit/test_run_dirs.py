@@ -12,8 +12,7 @@ import pytest
 
 from slime.config.parse import Checked
 from slime.config.problems import Problems
-from slime.config.resume import line_to_go_on
-from slime.config.rules.run_dirs import claim_run_dirs, move_earlier_runs
+from slime.config.rules.run_dirs import claim_run_dirs, line_to_go_on, move_earlier_runs
 from slime.processes import sweeper
 from slime.processes.directories import EarlierRun, earlier_run
 from slime.utils.errors import UsageError

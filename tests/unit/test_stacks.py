@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from slime.processes import stacks
+from slime.processes import progress
 
 
 def test_the_main_threads_stack_comes_first_and_so_is_not_what_is_cut() -> None:
@@ -14,7 +14,7 @@ def test_the_main_threads_stack_comes_first_and_so_is_not_what_is_cut() -> None:
     try:
         for thread in others:
             thread.start()
-        found = stacks.describe([os.getpid()]).split("\nThread ")[1:]
+        found = progress.describe([os.getpid()]).split("\nThread ")[1:]
     finally:
         release.set()
         for thread in others:

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from slime.observability.phases import Phase, Phases, phase
-from slime.processes import stacks
+from slime.processes import progress
 from slime.processes.wait import wait
 from slime.ray import stalls
 from slime.ray.run_guard import RunGuard, RunStalled
@@ -187,7 +187,7 @@ def test_a_stalled_run_ends_the_main_threads_wait() -> None:
 
 SLEEPER = """
 import sys, time
-from slime.processes.stacks import write_stacks_on_signal
+from slime.processes.progress import write_stacks_on_signal
 def the_place_where_it_hangs():
     print("ready", flush=True)
     time.sleep(600)
@@ -211,7 +211,7 @@ def test_a_stopped_process_is_described_with_its_stack_and_without_its_arguments
     end = time.monotonic() + 10
     while process.status() != psutil.STATUS_STOPPED and time.monotonic() < end:
         time.sleep(0.01)
-    text = stacks.describe([sleeper.pid])
+    text = progress.describe([sleeper.pid])
     assert "state stopped" in text and "the_place_where_it_hangs" in text
     assert "sesame" not in text
 
@@ -226,7 +226,7 @@ def test_this_process_says_what_its_threads_do_without_being_asked() -> None:
     thread = threading.Thread(target=wait_for_the_test, name="waiting")
     thread.start()
     assert entered.wait(20)
-    text = stacks.describe([os.getpid()])
+    text = progress.describe([os.getpid()])
     may_end.set()
     thread.join(20)
     assert "(waiting):" in text and "wait_for_the_test" in text and "(MainThread):" in text
@@ -234,20 +234,20 @@ def test_this_process_says_what_its_threads_do_without_being_asked() -> None:
 
 
 def test_a_process_writes_its_own_stack_where_py_spy_is_missing(sleeper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "_py_spy", lambda: None)
+    monkeypatch.setattr(progress, "_py_spy", lambda: None)
     for _ in range(2):  # a second report has the second stack alone
-        text = stacks.describe([sleeper.pid])
+        text = progress.describe([sleeper.pid])
         assert text.count("in the_place_where_it_hangs") == 1
     assert sleeper.poll() is None
 
 
 def test_a_process_that_was_not_prepared_is_not_signalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "_py_spy", lambda: None)
+    monkeypatch.setattr(progress, "_py_spy", lambda: None)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
-        assert "(no stack: py-spy is not installed)" in stacks.describe([process.pid])
+        assert "(no stack: py-spy is not installed)" in progress.describe([process.pid])
         assert process.poll() is None
         process.kill()
-    assert f"process {process.pid}: NoSuchProcess" in stacks.describe([process.pid])
+    assert f"process {process.pid}: NoSuchProcess" in progress.describe([process.pid])
 
 
 def test_the_collective_that_a_rank_is_in_is_named_with_its_caller(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from slime.agent.adapters.wire import BadRequest, Refused, tool_choice
 from slime.agent.history import History, Prompt
 from slime.agent.parsing import begins_thought, call_grammar
 from slime.agent.trajectory import TurnRecord
-from slime.processes.progress_counts import went_on
+from slime.processes.progress import went_on
 from slime.rollout.sampling.engine_request import AFFINITY_HEADER, tokens_of
 from slime.utils.errors import HttpError, UsageError
 from slime.utils.http_utils import post

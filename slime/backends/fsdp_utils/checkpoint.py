@@ -25,7 +25,7 @@ from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loadi
 from slime.checkpoints.metadata import check_names
 from slime.checkpoints.paths import MODEL_SHAPE_FILE, iteration_dir, resolve_checkpoint_dir
 from slime.training.backend import CheckpointSource
-from slime.training.collective_writing import gives_way_to_a_full_disk, together
+from slime.training.resume import gives_way_to_a_full_disk, together
 from slime.utils.distributed_utils import gathered, get_gloo_group
 from slime.utils.errors import UsageError
 

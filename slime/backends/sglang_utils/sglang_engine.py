@@ -21,8 +21,8 @@ from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.engine_client import EngineClient, EngineContact
 from slime.backends.sglang_utils.launch_server import write_launch_file
 from slime.backends.sglang_utils.server_args import server_environment
+from slime.processes.progress import OutOfMemoryKills, killed_for_memory, too_few_addresses
 from slime.processes.registry import exit_text, log_tail, registry
-from slime.processes.stacks import OutOfMemoryKills, killed_for_memory, too_few_addresses
 from slime.processes.wait import WaitTimeout, wait
 from slime.utils.http.api_keys import ENGINE_ENV, protect
 

@@ -20,8 +20,7 @@ from slime.observability import logging_utils
 from slime.observability.rollout_metrics import log_eval_rollout_data
 from slime.observability.rollout_records.recorder import SampleRecorder
 from slime.observability.trackers import EvalSample, pick_eval_samples
-from slime.processes import stacks
-from slime.processes.progress_counts import counts_under_way
+from slime.processes.progress import counts_under_way, write_stacks_on_signal
 from slime.ray import stalls
 from slime.ray.placement import Slot
 from slime.ray.rollout.engine_control import EngineControl
@@ -61,7 +60,7 @@ class RolloutManager(EngineControl):
 
     def __init__(self, args: Args, engine_slots: list[Slot], *, log_path: str) -> None:
         _configure_output(log_path)
-        stacks.write_stacks_on_signal()
+        write_stacks_on_signal()
         use_keys(vars(args).get("run_keys"))
         stalls.publish_progress(stalls.MANAGER, lambda: {"under_way": [list(one) for one in counts_under_way()]})
         logging_utils.init_tracking(args, primary=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.config.args import Args
-from slime.processes.progress_counts import went_on
+from slime.processes.progress import went_on
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.types import Sample
 

@@ -26,7 +26,7 @@ from slime.observability.trace_utils import (
     span_if_traced,
     trace_next_attempt,
 )
-from slime.processes.progress_counts import went_on
+from slime.processes.progress import went_on
 from slime.processes.wait import DaemonThreads
 from slime.rollout.base_types import flatten
 from slime.rollout.hooks.sample_errors import (

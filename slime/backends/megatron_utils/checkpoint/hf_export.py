@@ -18,12 +18,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from slime.checkpoints.paths import FILE as MANIFEST_FILE
-from slime.checkpoints.paths import entries_of, to_disk, write_manifest
+from slime.checkpoints.paths import MANIFEST_FILE, entries_of, to_disk, write_manifest
 from slime.config.args import Args
 from slime.conversion.reader import config_dtype
 from slime.conversion.writer import SHARD_BYTES, copy_assets
-from slime.training.collective_writing import DiskFull
+from slime.training.resume import DiskFull
 from slime.utils.distributed_utils import barrier, gathered
 from slime.utils.errors import UsageError, is_of_full_disk
 from slime.weights.formats import BLOCK_SUFFIX, TENSOR_SUFFIX

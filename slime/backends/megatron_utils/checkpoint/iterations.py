@@ -52,7 +52,7 @@ from slime.checkpoints.paths import (
 )
 from slime.conversion.writer import put_in_place
 from slime.training.backend import CheckpointSource
-from slime.training.collective_writing import gives_way_to_a_full_disk, together
+from slime.training.resume import gives_way_to_a_full_disk, together
 from slime.utils.distributed_utils import gathered, get_gloo_group
 from slime.utils.misc import on_error
 

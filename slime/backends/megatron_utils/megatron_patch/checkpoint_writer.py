@@ -15,7 +15,7 @@ import queue
 from pathlib import Path
 from typing import Any
 
-from slime.training.collective_writing import holds
+from slime.training.resume import holds
 
 
 class _NoCount:

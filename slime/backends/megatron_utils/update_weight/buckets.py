@@ -31,7 +31,7 @@ import torch
 
 from slime.backends.megatron_utils.update_weight.engines import Calls, EngineFleet, WeightSyncError, contact_of
 from slime.backends.sglang_utils.weight_transfer import Place, view_as
-from slime.processes.progress_counts import went_on
+from slime.processes.progress import went_on
 from slime.utils.accelerator.memory_saver import outside_saver
 
 BLOCK = 256
