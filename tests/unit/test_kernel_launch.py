@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.kernels.rms_norm import Launcher, refuse_second_derivative
+from slime.backends.megatron_utils.kernels.launch import Launcher, refuse_second_derivative
 
 
 class Kernel:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slime.backends.megatron_utils.kernels.rms_norm import Launcher, refuse_second_derivative
+from slime.backends.megatron_utils.kernels.launch import Launcher, refuse_second_derivative
 
 TILE = 2048
 """Pairs that a program rotates."""
