@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from slime.weights.formats import DEFAULT_BLOCK
-from slime.weights.fp8 import quantize_blocks
+from slime.weights.quantization import quantize_blocks
 
 __all__ = ["blockwise_cast_to_fp8_triton"]
 
