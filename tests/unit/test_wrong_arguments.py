@@ -116,7 +116,7 @@ WRONG = {
     "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2": "--rollout-num-gpus 3 does not divide into engines",
     "--tensor-model-parallel-size 0": "--tensor-model-parallel-size 0 must be at least 1",
     "--tensor-model-parallel-size 2": "do not divide by --tensor-model-parallel-size 2",
-    "--pipeline-model-parallel-size 2": "do not divide by --pipeline-model-parallel-size 2; the nearest that works: 2",
+    "--pipeline-model-parallel-size 2": "do not divide by --pipeline-model-parallel-size 2; the nearest layout",
     # Losses and rewards
     "--disable-compute-advantages-and-returns": "leaves --loss-type policy_loss without advantages",
     "--advantage-estimator reinforce_plus_plus": "needs --normalize-advantages",
