@@ -90,4 +90,12 @@ const PAGE_KEYWORDS = {
   "docs/context_parallelism": "cp long sequence samples context balance data parallel ranks slow network sharp",
   "docs/file_access": "secret password permission umask file mode other users shared machine api key leak",
   "docs/plan_memory": "estimate memory formula plan bytes per parameter",
+  "docs/teacher_server": "teacher score log probs megatron server http",
+  "docs/gated_delta_nets": "qwen3-next linear attention flash fla kernel",
+  "docs/update_options": "entropy bonus coefficient ppo epochs reset optimizer shuffle mini batches reuse samples",
+  "docs/learning_curves": "benchmark learns proof comparison accuracy curve",
+  "docs/trainer_internals": "backend protocol trainer code internals passes",
+  "docs/code_walks": "where in the code source add flag module rule change contribute",
+  "docs/reference/upstream_names": "import upstream python name module missing",
+  "docs/reference/verl_parameters": "verl parameter config hydra",
 };

@@ -5,7 +5,7 @@
   if (typeof Search === "undefined") return;
   const WEIGHT = { title: 7, keyword: 6, heading: 3, text: 1 };
   // Pages that hold nearly every word: found when nothing better is.
-  const LISTS = /reference\/(flags|metrics|models|hooks)|RESULTS|CHANGELOG|migration|STYLE|CONTRIBUTING|\/zh\//;
+  const LISTS = /reference\/(flags|metrics|models|hooks|upstream_names|verl_parameters)|RESULTS|CHANGELOG|migration|STYLE|CONTRIBUTING|\/zh\//;
   const plain = Search._performSearch;
   const stemmer = new Stemmer();
   const stems = (text) => new Set(splitQuery(text.toLowerCase()).map((word) => stemmer.stemWord(word)));

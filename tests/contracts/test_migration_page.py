@@ -1,4 +1,4 @@
-"""docs/migration.md answers every parameter of verl with flags that exist, and its worked example starts."""
+"""docs/migration.md and its table answer every parameter of verl with flags that exist; its worked example starts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 from slime.config.parse import CommandLine
 from tests.contracts.corpus import place
 
-PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "migration.md").read_text()
 VERL = Path(__file__).with_name("verl_parameters.txt").read_text().split()
 SECTIONS = dict(re.findall(r"^## From (\w+).*?\n(.*?)(?=^## |\Z)", PAGE, flags=re.DOTALL | re.MULTILINE))
+SECTIONS["verl"] += (DOCS / "reference" / "verl_parameters.md").read_text()
 
 
 def rows(section: str) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Upstream's names that were missing, or called otherwise: docs/migration.md judges each, and the given ones work.
+"""Upstream's names that were missing or differ: docs/reference/upstream_names.md judges each; those given work.
 
 upstream_names.txt lists them. A name that is given is called here with upstream's keywords and shapes; the expected
 result is derived from what the name means.
@@ -48,8 +48,7 @@ from slime.utils.types import Sample
 from tests.contracts.test_python_api import find
 from tests.unit.test_eval_config import ARGS as EVAL_ARGS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
-TABLES = PAGE.partition("\n## Names of upstream\n")[2]
+TABLES = (Path(__file__).parents[2] / "docs" / "reference" / "upstream_names.md").read_text()
 ALL = Path(__file__).with_name("upstream_names.txt").read_text().split()
 HERE = ("slime.observability.", "slime.rollout.", "slime.utils.")
 NAMES = [name for name in ALL if name.startswith(HERE)]
@@ -80,7 +79,7 @@ def test_each_name_is_judged_once() -> None:
 
 
 def test_flags_that_the_tables_advise_exist() -> None:
-    own = TABLES.partition("\n### `slime.backends`")[0]
+    own = TABLES.partition("\n## `slime.backends`")[0]
     advised = set(re.findall(r"`(--[a-z0-9-]+)", own))
     assert advised - {option for action in CommandLine().parser._actions for option in action.option_strings} == set()
 

@@ -1,4 +1,4 @@
-"""Upstream's names in backends, ray and plug-ins: docs/migration.md judges each, and the given ones are called here.
+"""Upstream's names in backends, ray and plug-ins: docs/reference/upstream_names.md judges each; the given are called.
 
 upstream_names.txt lists them. A call has upstream's keywords and shapes, where these are known.
 """
@@ -15,15 +15,13 @@ import torch
 
 from slime.utils.errors import UsageError
 from tests.contracts.test_python_api import find
-from tests.contracts.test_upstream_names import ALL, PAGE, VERDICTS, expanded
+from tests.contracts.test_upstream_names import ALL, TABLES, VERDICTS, expanded
 
 HERE = ("slime.backends.", "slime.ray.", "slime_plugins.")
 NAMES = [name for name in ALL if name.startswith(HERE)]
 
 
-ROWS = [
-    line[2:].split(" |")[:3] for line in PAGE.partition("\n## Names of upstream\n")[2].splitlines() if "| `" in line
-]
+ROWS = [line[2:].split(" |")[:3] for line in TABLES.splitlines() if "| `" in line]
 JUDGED = [
     (name, verdict.strip(), how.strip())
     for cell, verdict, how in ROWS
