@@ -113,7 +113,8 @@ def rates(options: argparse.Namespace, url: str, workers: list[str]) -> tuple[li
             flush(workers)
             wait_served(url)
             keys = [gateway.open_session(sampling=sampling) for _ in range(options.sessions)]
-            order = {"side": side, "url": gateway.url if side == "gateway" else url, "keys": keys, "texts": texts}
+            order: dict[str, Any] = {"side": side, "keys": keys, "texts": texts}
+            order["url"] = gateway.url if side == "gateway" else url
             order |= {"ids": ids, "turns": options.turns, "sampling": sampling}
             print(json.dumps(order), file=client.stdin, flush=True)
             seconds = float(client.stdout.readline())
