@@ -24,7 +24,7 @@ from slime.agent.sandbox import E2BSandbox, GatewayAccess, SandboxError
 from slime.agent.sandbox.grading import Task
 from slime.agent.settings import SandboxSettings, Settings
 from slime.utils.errors import UsageError
-from slime.utils.misc import SingletonMeta
+from slime.utils.misc import SingletonMeta, is_finite_number
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
@@ -35,8 +35,18 @@ def _setting(name: str, default: str) -> str:
     return os.environ.get(name) or default
 
 
-def _seconds(name: str, default: float) -> float:
-    return float(_setting(name, str(default)))
+_PROBLEMS: list[str] = []  # of variables; they are said when the settings are used, not when they are imported
+
+
+def _number(name: str, default: float) -> Any:
+    """A number of the default's type."""
+    text, kind = _setting(name, str(default)), type(default)
+    with contextlib.suppress(ValueError):
+        if is_finite_number(value := kind(text)) and value >= 0:
+            return value
+    wanted = "a whole number" if kind is int else "a number"
+    _PROBLEMS.append(f"{name}={text!r} in the environment: {wanted} from 0 is needed, such as {default}.")
+    return default
 
 
 @dataclass
@@ -47,13 +57,13 @@ class SweConfig:
     train_protocol: str = _setting("SWE_TRAIN_PROTOCOL", "scaleswe")
     adapter_public_host: str = _setting("ADAPTER_PUBLIC_HOST", "")
     adapter_bind_host: str = _setting("ADAPTER_BIND_HOST", "0.0.0.0")  # nosec B104: sandboxes are elsewhere
-    adapter_port: int = int(_setting("ADAPTER_PORT", "18001"))
-    fork_merge_threshold: int | None = int(_setting("SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS", "0")) or None
-    agent_time_budget_sec: float = _seconds("SWE_AGENT_TIME_BUDGET_SEC", 1800)
-    eval_timeout_sec: float = _seconds("SWE_EVAL_TIMEOUT_SEC", 600)
-    rollout_guard_sec: float = _seconds("SWE_ROLLOUT_GUARD_SEC", 0)
-    boot_concurrency: int = int(_setting("SWE_BOOT_CONCURRENCY", "16"))
-    boot_retries: int = int(_setting("SWE_BOOT_RETRIES", "2"))
+    adapter_port: int = _number("ADAPTER_PORT", 18001)
+    fork_merge_threshold: int | None = _number("SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS", 0) or None
+    agent_time_budget_sec: float = _number("SWE_AGENT_TIME_BUDGET_SEC", 1800.0)
+    eval_timeout_sec: float = _number("SWE_EVAL_TIMEOUT_SEC", 600.0)
+    rollout_guard_sec: float = _number("SWE_ROLLOUT_GUARD_SEC", 0.0)
+    boot_concurrency: int = _number("SWE_BOOT_CONCURRENCY", 16) or 1
+    boot_retries: int = _number("SWE_BOOT_RETRIES", 2)
 
     def __post_init__(self) -> None:
         self.rollout_guard_sec = self.rollout_guard_sec or self.agent_time_budget_sec + self.eval_timeout_sec + 180
@@ -66,6 +76,8 @@ class _AdapterService(metaclass=SingletonMeta):
     """The process's gateway, on the address that the service's sandboxes reach, and the places to boot them."""
 
     def __init__(self, args: Any) -> None:
+        if _PROBLEMS:
+            raise UsageError(_PROBLEMS)
         if not CONFIG.adapter_public_host:
             raise UsageError("ADAPTER_PUBLIC_HOST is not set: the name of this host as the sandboxes reach it")
         self.gateway = Gateway(
@@ -163,6 +175,7 @@ async def generate(
 
 def check_args(args: Any) -> Iterator[str]:
     """A sentence for each environment variable that cannot work; slime asks before a run starts."""
+    yield from _PROBLEMS
     if not CONFIG.adapter_public_host:
         yield "ADAPTER_PUBLIC_HOST is not set: the name of this host as the sandboxes reach it."
     for name, protocol in (("TRAIN", CONFIG.train_protocol), ("EVAL", CONFIG.eval_protocol)):

@@ -10,204 +10,43 @@ rendering thread, for the end of an abort, and for the engine, `engine_timeout_s
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import dataclasses
 import logging
-import re
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 from aiohttp import web
 
 from slime.agent.adapters.anthropic import AnthropicAdapter
-from slime.agent.adapters.common import ENGINE_TIMEOUT_S, MAX_BODY_BYTES, PING_INTERVAL_S, BaseAdapter
+from slime.agent.adapters.common import ENGINE_TIMEOUT_S, MAX_BODY_BYTES, PING_INTERVAL_S
+from slime.agent.adapters.guarded import RESUBMIT_S, Guarded
 from slime.agent.adapters.openai import OpenAIAdapter
-from slime.agent.adapters.session import (
-    Answer,
-    Budget,
-    KeyedSession,
-    Pending,
-    Session,
-    call_sglang_generate,
-    forced_call,
-    joined,
-)
+from slime.agent.adapters.session import Budget, KeyedSession, Session
 from slime.agent.adapters.sessions import Sessions, quiet_collector
-from slime.agent.adapters.wire import (
-    BadRequest,
-    Refused,
-    check_shape,
-    digest_of,
-    header,
-    model_list,
-    sid_from_bearer,
-    unserved,
-)
+from slime.agent.adapters.wire import Refused, model_list
 from slime.agent.aiohttp_threaded import AppHandle, FilteredAccessLogger, run_app_in_thread
 from slime.agent.parsing import parser_names
-from slime.agent.trajectory import TurnRecord
 from slime.config.args import Args
 from slime.processes.wait import wait_async
 from slime.rollout.sampling.engine_request import router_url
 from slime.rollout.sampling.generation import GenerateState
-from slime.utils.errors import HttpError, UsageError
+from slime.utils.errors import UsageError
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 
 __all__ = ["Budget", "Gateway", "shared_gateway"]
 logger = logging.getLogger(__name__)
-_ABANDONED_S = 60.0
-"""How long a turn goes on after its client has gone, for the client to send the request again."""
-_KEPT_ANSWERS = 64
-_RESUBMIT_S = 0.2
-_TOO_LONG = re.compile(r"\((\d+) tokens\).*context length \((\d+) tokens\)", re.DOTALL)
 _STATUS_OF = dict.fromkeys(("max_turns", "budget", "length"), Sample.Status.TRUNCATED)
 _STATUS_OF["aborted"] = Sample.Status.ABORTED
 _REASON_OF = {Sample.Status.TRUNCATED: "length", Sample.Status.ABORTED: "aborted"}
 
 
-class _Guarded(BaseAdapter):
-    """A protocol of the gateway: known keys only, checked bodies, budgets, repeated requests."""
-
-    gateway: Gateway
-    prefixes: ClassVar[tuple[str, ...]] = ("", "/s/{key}")
-
-    async def _read_body(self, request: web.Request) -> dict[str, Any]:
-        self._key(request)  # before the body of somebody unknown is read
-        return await super()._read_body(request)
-
-    def _preprocess_body(self, body: dict[str, Any]) -> None:
-        check_shape(body)
-        super()._preprocess_body(body)
-
-    def _key(self, request: web.Request) -> str:
-        named = [request.match_info.get("key"), sid_from_bearer(request), header(request, "X-Api-Key")]
-        keys = [key for key in named if key]
-        for key in keys:
-            if key in self.store and key not in self.closed:
-                return key
-        if any(key in self.closed for key in keys):
-            raise _ended()
-        what = "is no session's" if keys else "is missing: send it as bearer token, as X-Api-Key, or in /s/KEY/v1/..."
-        raise Refused(f"the API key {what}", 401, "authentication_error", code="invalid_api_key", may_retry=False)
-
-    def _session_id(self, request: web.Request, body: dict[str, Any]) -> str:
-        return self._key(request)
-
-    def _admit(self, request: web.Request, body: dict[str, Any]) -> tuple[str, Session]:
-        key = self._key(request)
-        return key, self.sessions.of_client(key)
-
-    async def _answer(self, request: web.Request, body: dict[str, Any], sid: str, session: Session) -> Answer:
-        """Return the answer of a request: of its own turn, or of that of an equal request before it."""
-        assert isinstance(session, KeyedSession)
-        named = header(request, "Idempotency-Key").encode()
-        digest = digest_of(request.path, body)
-        identity = named or digest
-        is_again = named or header(request, "X-Stainless-Retry-Count") not in ("", "0")  # of OpenAI's and Anthropic's
-        if is_again and (sent := session.sent.get(identity)) is not None:
-            return _same(digest, *sent)
-        if (pending := session.pending.get(identity)) is None:
-            session.charge()
-            task = asyncio.create_task(self._turn(request, body, sid, session, identity))
-            pending = session.pending[identity] = Pending(task, digest)
-            self.sessions.begin(sid, task)
-        return await self._wait(session, identity, _same(digest, pending.digest, pending))
-
-    async def _wait(self, session: KeyedSession, identity: bytes, pending: Pending) -> Answer:
-        pending.num_waiting += 1
-        this = asyncio.current_task()
-        try:
-            return await asyncio.shield(pending.task)
-        except asyncio.CancelledError:
-            if pending.task.cancelled() and this is not None and not this.cancelling():
-                raise _ended() from None
-            raise
-        finally:
-            pending.num_waiting -= 1
-            if not pending.num_waiting and not pending.task.done():
-                asyncio.get_running_loop().call_later(_ABANDONED_S, _end_if_abandoned, pending)
-
-    async def _turn(
-        self, request: web.Request, body: dict[str, Any], sid: str, session: KeyedSession, identity: bytes
-    ) -> Answer:
-        is_answered = False
-        try:
-            session.ignored.update(unserved(body))
-            answer = await super()._answer(request, body, sid, session)
-            if answer.turn.is_forced and answer.turn.finish_reason == "stop" and not _calls(answer):
-                raise HttpError("the engine has not obeyed the grammar of tool_choice")
-            is_answered = True
-        except (RuntimeError, TimeoutError) as error:  # HttpError, an answer that is none, an abort without end
-            raise self._refusal(session, error) from error
-        finally:
-            if not is_answered:
-                session.num_turns -= 1
-                session.pending.pop(identity, None)  # a failure may be tried again
-        session.num_tokens += len(answer.turn.output_ids)
-        is_cut = answer.turn.finish_reason == "length" and session.tokens_left <= 0
-        session.end_reason = "budget" if is_cut else None
-        answer.identity = identity
-        return answer
-
-    def _refusal(self, session: KeyedSession, error: Exception) -> Refused:
-        """What a client reads of a failure of the engine."""
-        if found := _TOO_LONG.search(str(error)):
-            session.end_reason = "length"
-            return self._too_long(int(found[1]), int(found[2]))
-        if session.seconds_left <= 0:
-            session.end_reason = "budget"
-            message = f"the session has used up its budget of {session.budget.seconds:g} seconds"
-            return Refused(message, 429, "rate_limit_error", code="budget_exceeded", may_retry=False)
-        if isinstance(error, HttpError) and (error.status or 500) < 500:
-            return BadRequest(f"the engine refuses the request: {error}"[:1000])
-        session.end_reason = "transport"
-        logger.error("a turn failed: %s", error)
-        return Refused(f"the engine failed: {error}"[:1000], 503, "api_error")
-
-    async def _generate(
-        self, prompt_ids: Sequence[int], session: Session, body: dict[str, Any], *, sid: str, tools: Any
-    ) -> TurnRecord:
-        assert isinstance(session, KeyedSession)
-        if 0 < session.max_context_tokens <= len(prompt_ids):
-            session.end_reason = "length"
-            raise self._too_long(len(prompt_ids), session.max_context_tokens)
-        constraint = forced_call(session, body, tools, tokenizer=self.tokenizer, parser=self.tool_parser)
-        ids, parts = prompt_ids, []
-        deadline = time.monotonic() + self.engine_timeout_s
-        while True:
-            await self.gateway.until_generating(session)
-            keys: dict[str, Any] = {"session_id": session.route, "constraint": constraint}
-            part = await call_sglang_generate(
-                ids, session, body, adapter=self, num_before=len(ids) - len(prompt_ids), **keys
-            )
-            if part.finish_reason != "abort":
-                break
-            if time.monotonic() > deadline:
-                raise HttpError(f"the engine has aborted the turn again and again for {self.engine_timeout_s:g} s")
-            await asyncio.sleep(_RESUBMIT_S)
-            if not constraint:  # a grammar begins anew
-                parts.append(part)
-                ids = [*ids, *part.output_ids]
-        turn = joined(prompt_ids, [*parts, part]) if parts else part
-        return dataclasses.replace(turn, is_forced=True) if constraint else turn
-
-    def _delivered(self, sid: str, session: Session, answer: Answer) -> None:
-        assert isinstance(session, KeyedSession)
-        if (pending := session.pending.pop(answer.identity, None)) is not None:
-            session.sent[answer.identity] = pending.digest, answer
-            if len(session.sent) > _KEPT_ANSWERS:
-                session.sent.popitem(last=False)
-        super()._delivered(sid, session, answer)
-
-
-class _OpenAI(_Guarded, OpenAIAdapter):
+class _OpenAI(Guarded, OpenAIAdapter):
     pass
 
 
-class _Anthropic(_Guarded, AnthropicAdapter):
+class _Anthropic(Guarded, AnthropicAdapter):
     pass
 
 
@@ -263,7 +102,7 @@ class Gateway:
             protocol.gateway = self
             for prefix in protocol.prefixes:
                 protocol.add_routes(self.app, prefix)
-        for prefix in _Guarded.prefixes:
+        for prefix in Guarded.prefixes:
             self.app.router.add_get(f"{prefix}/healthz", self._health)
             self.app.router.add_get(f"{prefix}/v1/models", self._models)
             self.app.router.add_get(f"{prefix}/v1/models/{{model:.*}}", self._models)
@@ -385,7 +224,7 @@ class Gateway:
         if not session.evaluation and not self.keeps_aborted:
             session.end_reason = "aborted"
             raise Refused("the rollout has ended", 503, "api_error", code="rollout_ended", may_retry=False)
-        await wait_async("the abort of a rollout to end", self.engine_timeout_s, is_over, interval_s=_RESUBMIT_S)
+        await wait_async("the abort of a rollout to end", self.engine_timeout_s, is_over, interval_s=RESUBMIT_S)
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.json_response({"ok": True, "sessions": len(self.sessions.store)})
@@ -428,22 +267,3 @@ async def shared_gateway(args: Args) -> Gateway:
         UsageError: the port is taken.
     """
     return _Shared(args).gateway
-
-
-def _ended() -> Refused:
-    return Refused("this session has ended", 410, "session_closed", code="session_closed", may_retry=False)
-
-
-def _same(digest: bytes, known: bytes, value: Any) -> Any:
-    if digest != known:
-        raise BadRequest("this Idempotency-Key was sent with another request")
-    return value
-
-
-def _end_if_abandoned(pending: Pending) -> None:
-    if not pending.num_waiting:
-        pending.task.cancel()
-
-
-def _calls(answer: Answer) -> bool:
-    return answer.reply.finish_reason == "tool_calls"

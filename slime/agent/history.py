@@ -5,18 +5,20 @@ it: it drops thoughts, strips texts, reorders JSON. Then no prompt continues the
 for the longest known conversation at the head of a request's messages, and the next prompt is that conversation's ids
 and the tokens of what is new. Messages match whatever a client did to their thoughts, ids, outer whitespace and the
 order of JSON keys. What continues no known conversation is rendered as a whole: an explicit branch.
+`Intake` saves the work before that: a request mostly repeats the one before, which was checked and translated already.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import orjson
 
 from slime.agent.trajectory import Message, TurnRecord
 from slime.rollout.multi_turn import count_drift, next_turn_tokens
@@ -37,35 +39,156 @@ class Prompt:
         ids: token ids.
         messages: the request's, those that are known as they were first recorded.
         digest: of the messages and the tools.
-        before: the turn whose prompt and output the ids begin with; None where they were rendered.
     """
 
     ids: Sequence[int]
     messages: list[Message]
     digest: bytes = b""
-    before: TurnRecord | None = None
+
+
+_FRAME = ("tools", "system", "instructions")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A request as it came, and what was made of it: what the next one repeats costs nothing but a comparison.
+
+    Attributes:
+        path: of the request.
+        frame: the fields beside the messages that chat messages and tools are made of.
+        items: its messages, or the items of its input.
+        digest: of the items.
+        messages: as chat templates take them.
+        tools: the same of its tools.
+    """
+
+    path: str = ""
+    frame: list[Any] = field(default_factory=list)
+    items: list[Any] = field(default_factory=list)
+    digest: bytes = b""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: Any = None
+
+
+class Intake:
+    """A request, and how much of it is the whole of the request before.
+
+    Args:
+        seen: the session's request before.
+        path: of the new one.
+        body: its JSON, as it came.
+
+    Attributes:
+        num_known: items at its head that the request before had; 0 where it had others, too.
+        new: the items behind them.
+    """
+
+    def __init__(self, seen: Seen, path: str, body: dict[str, Any]) -> None:
+        self.seen, self.path = seen, path
+        self._name = "messages" if "messages" in body else "input"
+        self._items: list[Any] = body[self._name] if isinstance(body.get(self._name), list) else []
+        self._frame = [body.get(name) for name in _FRAME]
+        self._digest = b""
+        count = len(seen.items)
+        is_same = path == seen.path and self._frame == seen.frame and self._items[:count] == seen.items
+        self.num_known = count if is_same and _is_apart(self._items, count) else 0
+        self._items[: self.num_known] = seen.items[: self.num_known]  # their texts are held once
+        self.new = self._items[self.num_known :]
+
+    def digest(self, body: dict[str, Any]) -> bytes:
+        """What equal requests share; a client may ask for a stream at first, and for a whole answer then."""
+        self._digest = self.seen.digest if self.num_known else b""
+        for item in self.new:
+            self._digest = _hash(self._digest, to_json(item, sorts=True))
+        left_out = ("stream", "stream_options", self._name if self._items else "")
+        rest = {key: value for key, value in body.items() if key not in left_out}
+        return _hash(self._digest + self.path.encode(), to_json(rest, sorts=True))
+
+    def new_body(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The request without what is known."""
+        return {**body, **dict.fromkeys(_FRAME), self._name: self.new} if self.num_known else body
+
+    def seen_as(self, messages: list[dict[str, Any]], tools: Any) -> Seen:
+        """What the next request is compared with; `messages` and `tools` are those of `new_body`."""
+        if self.num_known:
+            messages, tools = [*self.seen.messages, *messages], self.seen.tools
+        return Seen(self.path, self._frame, self._items, self._digest, messages, tools)
+
+
+def _is_apart(items: list[Any], place: int) -> bool:
+    """Whether no chat message is made of items before and behind a place; a system message may go into a user's."""
+    if not place:
+        return False
+    last = items[place - 1]
+    is_closed = last.get("role") in ("user", "tool") or last.get("type") == "function_call_output"
+    return is_closed and not any(isinstance(item, dict) and item.get("role") == "system" for item in items[place:])
+
+
+class _Held:
+    """Ids that grow at their end, and their JSON, which each request of the conversation sends again."""
+
+    def __init__(self) -> None:
+        self.ids = array("i")
+        self._json = bytearray()
+        self._ends = {0: 0}  # of the JSON, by the number of ids before it
+        self._written = 0
+
+    def json(self, length: int) -> bytes:
+        """The first `length` ids as JSON writes them, without brackets; only those that are new are written."""
+        if length < self._written and length not in self._ends:
+            return orjson.dumps(self.ids[:length].tolist())[1:-1]
+        if length > self._written:
+            comma = b"," if self._written else b""
+            self._json += comma + orjson.dumps(self.ids[self._written : length].tolist())[1:-1]
+            self._written, self._ends[length] = length, len(self._json)
+        return bytes(memoryview(self._json)[: self._ends[length]])
 
 
 class SharedIds(Sequence[int]):
-    """The first `length` ids of an array that grows: the prompts of a conversation's turns share one.
+    """The first ids of an array that grows, and those that a turn adds: the prompts of a conversation share one.
 
-    A list of its own for each prompt would take turns x context of memory.
+    A list of its own for each prompt would take turns x context of memory, and to make each as long as it is.
     """
 
-    def __init__(self, held: array[int], ids: Sequence[int]) -> None:
-        self._held, self._length = held, len(ids)
-        self._latest: list[int] | None = list(ids)  # of the last turn alone: the next prompt begins with it
+    def __init__(self, held: _Held, length: int, added: list[int]) -> None:
+        self._held, self._length, self._added = held, length, added
+
+    @classmethod
+    def of(cls, ids: Sequence[int]) -> SharedIds:
+        """Ids that are kept already, else in an array of their own."""
+        return ids.kept() if isinstance(ids, SharedIds) else cls(_Held(), 0, list(ids)).kept()
+
+    def plus(self, ids: list[int]) -> SharedIds:
+        """Longer ids; the array grows when they are kept."""
+        return SharedIds(self._held, self._length, [*self._added, *ids])
+
+    def kept(self) -> SharedIds:
+        """The same ids, in the array as a whole: a new one, where another conversation has gone on from there."""
+        if not self._added:
+            return self
+        held = self._held
+        if len(held.ids) != self._length:
+            held = _Held()
+            held.ids.extend(self._held.ids[: self._length])
+        held.ids.extend(self._added)
+        return SharedIds(held, len(held.ids), [])
+
+    def json(self) -> bytes:
+        """The ids as a list of JSON."""
+        parts = [self._held.json(self._length), orjson.dumps(self._added)[1:-1]]
+        return b"[" + b",".join(filter(None, parts)) + b"]"
 
     def __len__(self) -> int:
-        return self._length
+        return self._length + len(self._added)
 
     def __getitem__(self, place: Any) -> Any:
-        if self._latest is not None:
-            return self._latest[place]
-        if isinstance(place, slice):
-            start, stop, step = place.indices(self._length)
-            return self._held[start:stop:step].tolist()
-        return self._held[range(self._length)[place]]
+        if not isinstance(place, slice):
+            place = range(len(self))[place]
+            return self._held.ids[place] if place < self._length else self._added[place - self._length]
+        start, stop, step = place.indices(len(self))
+        if step > 0 and start >= self._length:
+            return self._added[start - self._length : max(stop - self._length, 0) : step]
+        return [*self._held.ids[: self._length].tolist(), *self._added][place]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self[:])
@@ -74,14 +197,6 @@ class SharedIds(Sequence[int]):
         return isinstance(other, Sequence) and self[:] == list(other)
 
     __hash__ = None  # type: ignore[assignment]
-
-    def grown(self, ids: Sequence[int]) -> SharedIds:
-        """Longer ids that begin with these: in the same array, unless another conversation has gone on from there."""
-        self._latest = None
-        if len(self._held) != self._length:
-            return SharedIds(array("i", ids), ids)
-        self._held.extend(ids[self._length :])
-        return SharedIds(self._held, ids)
 
 
 @dataclass(frozen=True)
@@ -132,12 +247,7 @@ class History:
     def _digests(self, messages: list[Message], tools: Tools) -> list[bytes]:
         """`_digests`, those taken over that the request before has left: comparing is cheap."""
         last, digests, last_tools = self._last
-        same = 0
-        if tools == last_tools:
-            for old, message in zip(last, messages, strict=False):
-                if old != message:
-                    break
-                same += 1
+        same = _num_same(last, messages) if tools == last_tools else 0
         found = [*digests[:same], *_digests(messages[same:], tools, after=digests[same - 1] if same else None)]
         self._last = messages, found, tools
         return found
@@ -155,18 +265,17 @@ class History:
             return Prompt(render(tokenizer, messages, match.tools), messages, match.digest)
         canonical = [*known.messages, *match.new]
         if appends and (tokens := self._continued(tokenizer, known, match.new, match.tools)) is not None:
-            return Prompt(tokens, canonical, match.digest, before=known.turn)
+            return Prompt(tokens, canonical, match.digest)
         return Prompt(render(tokenizer, messages, match.tools), canonical, match.digest)
 
-    def _continued(self, tokenizer: Any, known: _Known, new: list[Message], tools: Tools) -> list[int] | None:
+    def _continued(self, tokenizer: Any, known: _Known, new: list[Message], tools: Tools) -> SharedIds | None:
         # A short head is enough: what a template writes behind an assistant's turn depends on what follows it.
         first_user = next((i for i, m in enumerate(known.messages) if m["role"] == "user"), 0)
         head = [_cut(m) for m in known.messages[: first_user + 1] if m["role"] != "assistant"]
         so_far = [*head, {"role": "assistant", "content": ""}]
         try:
-            ids = [*known.turn.prompt_ids[:], *known.turn.output_ids]
-            ids += next_turn_tokens(tokenizer, so_far, new, tokens=ids, tools=tools)
-            return ids
+            ids = SharedIds.of(known.turn.prompt_ids).plus(known.turn.output_ids)
+            return ids.plus(next_turn_tokens(tokenizer, so_far, new, tokens=ids, tools=tools))
         except ValueError as error:  # a template that wants calls before what tools say, or shows no such turn
             logger.warning("the session is rendered as a whole, which may begin a new sample: %s", error)
             return None
@@ -177,11 +286,12 @@ class History:
         self._known.setdefault(_next(prompt.digest, answer), known)
 
 
-def shared(prompt: Prompt, turn: TurnRecord) -> TurnRecord:
-    """A turn to be kept: its prompt's ids shared with the turn before it."""
-    before = prompt.before.prompt_ids if prompt.before else SharedIds(array("i"), [])
-    ids = before.grown(turn.prompt_ids) if isinstance(before, SharedIds) else turn.prompt_ids
-    return dataclasses.replace(turn, prompt_ids=ids)
+def _num_same(old: list[Message], new: list[Message]) -> int:
+    """How many messages two lists have in common at their head."""
+    if new[: len(old)] == old:  # the usual case is compared in C
+        return len(old)
+    pairs = enumerate(zip(old, new, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))
 
 
 def _cut(message: Message) -> Message:
@@ -194,7 +304,7 @@ def _cut(message: Message) -> Message:
 
 def _digests(messages: list[Message], tools: Tools, *, after: bytes | None = None) -> list[bytes]:
     """For each message the digest of the conversation up to it; `after` is that of the messages before."""
-    digest = after or hashlib.blake2b(_json(tools or []), digest_size=16).digest()
+    digest = after or _hash(to_json(tools or [], sorts=True))
     return [digest := _next(digest, message) for message in messages]
 
 
@@ -206,11 +316,19 @@ def _next(digest: bytes, message: Message) -> bytes:
     said = text.strip().encode(errors="surrogatepass")
     calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
     rest = [message["role"], len(said), [[call.get("name"), call.get("arguments")] for call in calls]]
-    return hashlib.blake2b(b"".join((digest, _json(rest), said)), digest_size=16).digest()
+    return _hash(digest, to_json(rest, sorts=True), said)
 
 
-def _json(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True).encode()
+def to_json(value: Any, *, sorts: bool = False) -> bytes:
+    """JSON, its keys sorted if that is asked for; also of lone surrogates and huge numbers."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sorts else 0)
+    except TypeError:
+        return json.dumps(value, sort_keys=sorts).encode()
+
+
+def _hash(before: bytes, *parts: bytes) -> bytes:
+    return hashlib.blake2b(b"".join((before, *parts)), digest_size=16).digest()
 
 
 def has_template(tokenizer: Any) -> bool:

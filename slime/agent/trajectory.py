@@ -135,6 +135,7 @@ class TrajectoryManager:
         )
         self._trees: dict[str, MessageNode] = {}
         self._turn_counts: dict[str, int] = {}
+        self._latest: dict[str, tuple[list[Message], MessageNode]] = {}  # prompt, and the node of its last message
 
     def has_session(self, sid: str) -> bool:
         """Whether anything was recorded for a session that was not consumed yet."""
@@ -148,6 +149,7 @@ class TrajectoryManager:
         """Forget a session."""
         self._trees.pop(sid, None)
         self._turn_counts.pop(sid, None)
+        self._latest.pop(sid, None)
 
     def record_turn(
         self,
@@ -176,19 +178,27 @@ class TrajectoryManager:
         if not prompt_messages:
             logger.warning("session %s: a turn without prompt messages was not recorded", shown_key(sid))
             return
-        node, num_known = self._walk(self._trees.setdefault(sid, MessageNode()), prompt_messages)
+        latest, node = self._latest.get(sid, ([], MessageNode()))
+        num_known = len(latest) if prompt_messages[: len(latest)] == latest else 0  # the usual case is compared in C
+        node = node if num_known else self._trees.setdefault(sid, MessageNode())
+        node, num_known = self._walk(node, prompt_messages, num_known)
         for message in prompt_messages[num_known:]:
             routing = MessageNode(role=message.get("role", ""), message=message)
             node.add_child(routing)
             node = routing
+        self._latest[sid] = list(prompt_messages), node
         self._turn_counts[sid] = self.turn_count(sid) + 1
         answer = MessageNode(role="assistant", message=response_message, metadata=dict(metadata or {}), turn=turn)
         answer.turn_index = self._turn_counts[sid]
         node.add_child(answer)
 
-    def _walk(self, node: MessageNode, messages: list[Message]) -> tuple[MessageNode, int]:
-        """Return the deepest node whose path the messages repeat, and how many of them it covers."""
-        for position, message in enumerate(messages):
+    def _walk(self, node: MessageNode, messages: list[Message], begin: int) -> tuple[MessageNode, int]:
+        """Return the deepest node whose path the messages repeat, and how many of them it covers.
+
+        Args:
+            node: whose path the messages before place `begin` are.
+        """
+        for position, message in enumerate(messages[begin:], begin):
             role = message.get("role", "")
             child = next((c for c in node.children if c.role == role and c.message == message), None)
             child = child or self._merge_rewrite(node, message)

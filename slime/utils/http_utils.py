@@ -113,9 +113,8 @@ class _Client:
             # Below uvicorn's keep-alive of 5 s: a connection that the server is about to close is never reused.
             limit = 0 if is_control else self.limits.max_connections
             connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=4.0)
-            session = aiohttp.ClientSession(
-                connector=connector, timeout=self.timeout(None), trace_configs=[_kept_connections()]
-            )
+            traces = [_kept_connections()] if is_control else None  # only control requests are sent once more
+            session = aiohttp.ClientSession(connector=connector, timeout=self.timeout(None), trace_configs=traces)
             sessions[is_control] = session
         return session
 

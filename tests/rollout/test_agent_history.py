@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
-from slime.agent.history import History, Prompt, SharedIds, _digests, render, shared
+from slime.agent.history import History, Prompt, SharedIds, _digests, render
 from slime.agent.trajectory import TurnRecord
 from slime.utils.processing_utils import render_chat
 from tests.rollout.chat_tokenizers import SPECIAL, family_tokenizer
@@ -216,24 +216,52 @@ def test_a_long_first_message_changes_nothing_of_the_tokens_behind_a_turn():
             prompt = history.prompt(tokenizer, history.match(messages, None), appends=True)
             output = tokenizer.encode("It is 144.", add_special_tokens=False)
             answer = {"role": "assistant", "content": "It is 144."}
-            history.add(prompt, answer, shared(prompt, TurnRecord(prompt.ids, output, "stop")))
+            history.add(prompt, answer, TurnRecord(SharedIds.of(prompt.ids), output, "stop"))
             again = history.prompt(tokenizer, history.match([*messages, answer, AGAIN], None), appends=True)
             tails.append(again.ids[len(prompt.ids) + len(output) :])
         assert tails[0] == tails[1] != [], family
 
 
 def test_the_prompts_of_a_conversation_share_their_ids_and_a_branch_has_its_own():
-    first = shared(Prompt([1, 2], []), TurnRecord([1, 2], [3], "stop"))
-    second = shared(Prompt([], [], before=first), TurnRecord([1, 2, 3, 4], [5], "stop"))
-    branch = shared(Prompt([], [], before=first), TurnRecord([1, 2, 3, 9], [5], "stop"))
-    third = shared(Prompt([], [], before=second), TurnRecord([1, 2, 3, 4, 5, 6], [7], "stop"))
-    turns = {"first": first, "second": second, "branch": branch, "third": third}
-    held = {name: turn.prompt_ids for name, turn in turns.items()}
+    first = SharedIds.of([1, 2])
+    second, branch = first.plus([3]).plus([4]).kept(), first.plus([3, 9]).kept()
+    third = second.plus([5, 6]).kept()
+    held = {"first": first, "second": second, "branch": branch, "third": third}
     expected = {"first": [1, 2], "second": [1, 2, 3, 4], "branch": [1, 2, 3, 9], "third": [1, 2, 3, 4, 5, 6]}
     assert held == expected and {name: list(ids) for name, ids in held.items()} == expected
-    assert all(isinstance(ids, SharedIds) for ids in held.values())
-    assert held["first"]._held is held["second"]._held is held["third"]._held is not held["branch"]._held
-    assert held["second"][1:3] == [2, 3] and held["second"][-1] == 4 and len(held["first"]) == 2
+    assert first._held is second._held is third._held is not branch._held
+    assert SharedIds.of(third) is third and SharedIds.of(first.plus([7])) == [1, 2, 7]
+
+
+@pytest.mark.parametrize(
+    "place", [slice(1, 3), slice(-1, None), slice(3, 5), slice(None, None, -1), slice(9, 12), -1, 0, 3]
+)
+def test_shared_ids_are_cut_as_a_list_is_before_and_after_they_are_kept(place):
+    ids = SharedIds.of([1, 2, 3]).plus([4, 5])
+    assert ids[place] == ids.kept()[place] == [1, 2, 3, 4, 5][place] and len(ids) == 5
+
+
+def test_the_json_of_shared_ids_is_written_once_and_right_in_every_order():
+    first = SharedIds.of([10, 20])
+    second = first.plus([30])
+    third = second.kept().plus([40, 50]).kept()
+    for ids in (third, first, second, second.kept(), third.plus([60]), first.plus([]), SharedIds.of([])):
+        assert json.loads(ids.json()) == list(ids)
+    calls = []
+    third._held.ids, whole = _Spy(third._held.ids, calls), third.plus([70]).json()
+    assert json.loads(whole) == [10, 20, 30, 40, 50, 70] and not calls, "what was written is not read again"
+
+
+class _Spy(list):
+    """An array that notes where it is read."""
+
+    def __init__(self, ids, calls):
+        super().__init__(ids)
+        self.calls = calls
+
+    def __getitem__(self, place):
+        self.calls.append(place)
+        return super().__getitem__(place)
 
 
 def test_what_the_last_request_had_too_is_not_digested_again(monkeypatch):

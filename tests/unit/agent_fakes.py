@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,6 +23,14 @@ from slime.agent.adapters import BaseAdapter
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.agent.gateway import Gateway
 from slime.utils.types import Sample
+
+ASK = [{"role": "user", "content": "hi"}]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("bash", "read")
+]
+ANTHROPIC_TOOLS = [{"name": name, "input_schema": {"type": "object"}} for name in ("bash", "read")]
+CALL = "<tool_call><function=bash><parameter=cmd>ls</parameter></function></tool_call>"
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
 
 class FakeTokenizer:
@@ -134,3 +144,46 @@ def raw(url: str, path: str, body: Any, **headers: str) -> tuple[int, str]:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def openai_client(server, key):
+    import openai  # takes a second
+
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+def anthropic_client(server, key):
+    import anthropic
+
+    return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0)
+
+
+def opened(server, **kwargs):
+    return server.open_session(sampling={"temperature": 1.0}, **kwargs)
+
+
+def send(server, path, key, body=None, **headers):
+    body = {"messages": ASK, "max_tokens": 50} if body is None else body
+    status, text = raw(server.url, path, body, Authorization=f"Bearer {key}", **headers)
+    return status, json.loads(text)
+
+
+def text_of(answer):
+    return answer["choices"][0]["message"]["content"]
+
+
+def until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def hung_up(server, key, body=None, attempt=0):
+    """A client that sends a request and closes its connection at the end of the block."""
+    data = json.dumps(body or {"messages": ASK}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n"
+    head += f"X-Stainless-Retry-Count: {attempt}\r\n\r\n"
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+    client.sendall(head.encode() + data)
+    return client

@@ -430,7 +430,7 @@ def test_a_bad_request_after_a_ping_is_an_event_and_no_second_head():
     with serving(Picky, [], ping_interval_s=0.1) as (_, url, _engine):
         status, text = raw(url, "/v1/chat/completions", {"messages": ASK, "stream": True})
         assert status == 200 and text.count("not these messages") == 1 and "HTTP/1.1" not in text
-        assert '"type": "invalid_request_error"' in text
+        assert '"type":"invalid_request_error"' in text
 
 
 def test_a_turn_of_a_session_that_was_finished_meanwhile_is_not_recorded():

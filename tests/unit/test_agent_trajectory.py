@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import random
 
 import pytest
 
@@ -41,6 +42,23 @@ def shape(root):
 
 def masks(samples):
     return [(s.tokens, s.loss_mask) for s in samples]
+
+
+@pytest.mark.parametrize("threshold", [None, 0])
+def test_the_tree_is_the_same_when_the_prompt_before_is_walked_anew(threshold):
+    rng, quick, slow = random.Random(5), *(TrajectoryManager(fork_threshold_tokens=threshold) for _ in range(2))
+    parts = [USER, AGAIN, TOOL, said("a"), said("b")]
+    messages = [USER]  # changed in place, as an agent may
+    for number in range(300):
+        if rng.random() < 0.3:
+            messages = messages[: rng.randint(1, len(messages))]
+        messages += rng.choices(parts, k=rng.randint(0, 2))
+        slow._latest.clear()
+        for manager in (quick, slow):
+            record(manager, [1], [2] * rng.choice([1, 3]), messages[:] if number % 2 else messages, said("a"))
+        assert shape(quick._trees["s"]) == shape(slow._trees["s"])
+        if len(messages) > 8:
+            messages = [rng.choice(parts)]
 
 
 def test_two_turns_of_a_tool_conversation_are_one_chain_and_one_sample():

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,6 +166,25 @@ def test_variables_that_cannot_work_are_sentences_before_the_run(monkeypatch):
     assert "SWE_TRAIN_PROTOCOL=swebench: rows of scaleswe" in problems(train_protocol="swebench")[0]
     monkeypatch.setenv("SWE_AGENT", "claud_code")
     assert "no agent harness is called 'claud_code'" in problems()[0]
+
+
+def test_a_variable_that_is_no_number_is_said_at_first_use_and_not_at_import():
+    program = """
+from types import SimpleNamespace
+from examples.coding_agent_rl import generate as gen
+from slime.utils.errors import UsageError
+print(*gen.check_args(SimpleNamespace()), sep="\\n")
+try:
+    gen._AdapterService(SimpleNamespace())
+except UsageError as error:
+    print("raised", error)
+"""
+    environment = {**os.environ, "SWE_AGENT_TIME_BUDGET_SEC": "half an hour", "ADAPTER_PUBLIC_HOST": "here"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    sentence = (
+        "SWE_AGENT_TIME_BUDGET_SEC='half an hour' in the environment: a number from 0 is needed, such as 1800.0."
+    )
+    assert done.stdout == f"{sentence}\nraised {sentence}\n"
 
 
 def test_an_evaluation_has_its_own_limit_of_the_context(run, monkeypatch):

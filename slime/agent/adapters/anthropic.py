@@ -16,6 +16,7 @@ from slime.agent.adapters.wire import (
     Refused,
     flatten_content,
     header,
+    json_answer,
     manager_finish_reason,
     new_id,
     send_events,
@@ -158,7 +159,7 @@ class AnthropicAdapter(BaseAdapter):
         try:
             body = await self._read_body(request)
             known = self.store.get(self._session_id(request, body)) or Session()
-            prompt = await self.make_prompt(known, *self._translate(body))
+            prompt = await self.make_prompt(known, *self._chat_of(request, body, known))
         except Refused as error:
             return error.response()
         return web.json_response({"input_tokens": len(prompt.ids)})
@@ -193,7 +194,7 @@ class AnthropicAdapter(BaseAdapter):
             "stop_sequence": None,
             "usage": {"input_tokens": in_tok, "output_tokens": out_tok},
         }
-        return await send_events(request, _events(message)) if stream else web.json_response(message)
+        return await send_events(request, _events(message)) if stream else json_answer(message)
 
 
 def _events(message: dict[str, Any]) -> list[Event]:

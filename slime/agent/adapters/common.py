@@ -281,7 +281,7 @@ class BaseAdapter:
 
     async def _answer(self, request: web.Request, body: dict[str, Any], sid: str, session: Session) -> Answer:
         """Have the engine answer a request."""
-        messages, tools = self._translate(body)
+        messages, tools = self._chat_of(request, body, session)
         prompt = await self.make_prompt(session, messages, tools)
         turn = await self._generate(prompt.ids, session, body, sid=sid, tools=tools)
         may_call = body.get("tool_choice") not in _NO_TOOLS
@@ -291,8 +291,15 @@ class BaseAdapter:
         else:  # the first time, SGLang's parsers are imported
             parsed = await rendering.run(self._parse, turn, shown)
             self._has_parsed = True
-        turn = dataclasses.replace(turn, ill_formed=turn.ill_formed or parsed.ill_formed)
+        if parsed.ill_formed:
+            turn = dataclasses.replace(turn, ill_formed=True)
         return Answer(prompt, tools, turn, self._build_reply(parsed, turn.finish_reason, messages, tools))
+
+    def _chat_of(
+        self, request: web.Request, body: dict[str, Any], session: Session
+    ) -> tuple[list[Message], list[dict[str, Any]] | None]:
+        """Chat messages and tools of a request."""
+        return self._translate(body)
 
     async def _generate(
         self, prompt_ids: Sequence[int], session: Session, body: dict[str, Any], *, sid: str, tools: Any

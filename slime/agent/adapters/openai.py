@@ -16,6 +16,7 @@ from slime.agent.adapters.wire import (
     Event,
     Refused,
     flatten_content,
+    json_answer,
     manager_finish_reason,
     new_id,
     send_events,
@@ -125,13 +126,13 @@ class OpenAIAdapter(BaseAdapter):
     ) -> web.StreamResponse:
         if _is_responses(body):
             response = _response(body, reply, in_tok, out_tok)
-            return await send_events(request, _response_events(response)) if stream else web.json_response(response)
+            return await send_events(request, _response_events(response)) if stream else json_answer(response)
         usage = {"prompt_tokens": in_tok, "completion_tokens": out_tok, "total_tokens": in_tok + out_tok}
         head = {"id": new_id("chatcmpl_"), "created": int(time.time()), "model": body.get("model") or DEFAULT_MODEL}
         if stream:
             return await send_events(request, _chunks({**head, "object": "chat.completion.chunk"}, reply, usage))
         choice = {"index": 0, "message": reply.wire, "finish_reason": reply.finish_reason}
-        return web.json_response({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
+        return json_answer({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
 
 
 def _wire_call(use: dict[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from slime.agent.adapters.wire import BadRequest, Refused, tool_choice
-from slime.agent.history import History, Prompt
+import orjson
+
+from slime.agent.adapters.wire import BadRequest, Refused, new_id, tool_choice
+from slime.agent.history import History, Prompt, Seen, SharedIds
 from slime.agent.parsing import begins_thought, call_grammar
 from slime.agent.trajectory import TurnRecord
 from slime.processes.progress import went_on
@@ -139,11 +141,13 @@ class KeyedSession(Session):
         route: what the router knows it by; its key is a secret.
         pending: turns that no client has got, by the identity of their request.
         sent: the latest of those that were sent, with the digest of their request.
+        seen: its latest request.
     """
 
     route: str = field(default_factory=lambda: uuid.uuid4().hex)
     pending: dict[bytes, Pending] = field(default_factory=dict)
     sent: OrderedDict[bytes, tuple[bytes, Answer]] = field(default_factory=OrderedDict)
+    seen: Seen = field(default_factory=Seen)
 
     def end(self) -> None:
         """Cancel the turns whose clients have gone; called on the server's loop."""
@@ -256,8 +260,9 @@ async def call_sglang_generate(
     params = {**sampling_params(session, body, **keys), **(constraint or {})}
     if not _fit(params, session, len(prompt_ids), num_before):
         return TurnRecord(prompt_ids, [], "length")
-    rid, limit_s = uuid.uuid4().hex, min(adapter.engine_timeout_s, max(session.seconds_left, 0.0))
-    payload = {"rid": rid, "input_ids": prompt_ids, "sampling_params": params, "return_logprob": True}
+    rid, limit_s = new_id(num_hex=32), min(adapter.engine_timeout_s, max(session.seconds_left, 0.0))
+    ids: Any = orjson.Fragment(prompt_ids.json()) if isinstance(prompt_ids, SharedIds) else prompt_ids
+    payload: dict[str, Any] = {"rid": rid, "input_ids": ids, "sampling_params": params, "return_logprob": True}
     if adapter.sessions.keeps_experts:
         payload["return_routed_experts"] = True
     headers = {AFFINITY_HEADER: session_id} if session_id and session_id != DEFAULT_SID else None

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
-import hashlib
-import json
+import itertools
 import secrets
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
-import orjson
 from aiohttp import web
 
+from slime.agent.history import to_json
 from slime.utils.async_utils import cancel_all
 
 _STREAM = web.RequestKey("event_stream", web.StreamResponse)
@@ -105,9 +104,12 @@ def manager_finish_reason(tool_uses: list[dict[str, Any]], raw: str) -> str:
     return "length" if raw == "length" else "stop"
 
 
-def new_id(prefix: str, num_hex: int = 24) -> str:
-    """A random id."""
-    return prefix + secrets.token_hex(num_hex // 2)
+_ids = itertools.count(secrets.randbits(64))  # nobody has to guess them: randomness for each would cost a system call
+
+
+def new_id(prefix: str = "", num_hex: int = 24) -> str:
+    """An id that no other of this process or, most likely, of others equals."""
+    return f"{prefix}{next(_ids) % (1 << 4 * num_hex):0{num_hex}x}"
 
 
 def header(request: Any, name: str) -> str:
@@ -133,8 +135,12 @@ _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 _SERVED = (*_TEXTS, "tool_result", "tool_use", "thinking", "redacted_thinking", "refusal")
 
 
-def check_shape(body: dict[str, Any]) -> None:
+def check_shape(body: dict[str, Any], *, num_known: int = 0) -> None:
     """Check the fields of a request that are read, of all protocols.
+
+    Args:
+        body: of the request.
+        num_known: messages, or items, at its head that were checked with the request before, as its tools were.
 
     Raises:
         BadRequest: one has a wrong shape; it is named.
@@ -150,18 +156,18 @@ def check_shape(body: dict[str, Any]) -> None:
         texts = value if isinstance(value, list) else [value]
         _check(value is None or all(isinstance(text, str) for text in texts), name, value, "a text or a list of texts")
     _check(body.get("functions") is None, "functions", body.get("functions"), "left out: send tools")
-    for index, tool in enumerate(body.get("tools") or ()):
+    for index, tool in enumerate(() if num_known else body.get("tools") or ()):
         _check(isinstance(tool, dict), f"tools[{index}]", tool, "an object")
         nested = tool.get("function", {})
         _check(isinstance(nested, dict), f"tools[{index}].function", nested, "an object")
         for name in ("name", "description"):
             text = {**tool, **nested}.get(name)
             _check(text is None or isinstance(text, str), f"tools[{index}].{name}", text, "a text")
-    for index, message in enumerate(body.get("messages") or ()):
+    for index, message in enumerate((body.get("messages") or ())[num_known:], num_known):
         if not _is_plain(message) or message.get("role") not in _ROLES:
             _check_message(f"messages[{index}]", message)
     items = body.get("input")
-    for index, item in enumerate(items if isinstance(items, list) else ()):
+    for index, item in enumerate(items[num_known:] if isinstance(items, list) else (), num_known):
         name = f"input[{index}]"
         _check(isinstance(item, dict), name, item, "an object")
         kind = item.get("type", "message")
@@ -205,10 +211,9 @@ def _check(is_right: bool, name: str, value: Any, wanted: str) -> None:
         raise BadRequest(f"{name}: {str(value)[:100]!r} must be {wanted}", param=name)
 
 
-def unserved(body: dict[str, Any]) -> set[str]:
-    """What of a well-shaped request no model gets: kinds of content and of tools."""
+def unserved(body: dict[str, Any], items: list[Any]) -> set[str]:
+    """What of a well-shaped request no model gets: kinds of content, in its items, and of tools."""
     found = {f"tools: {tool['type']}" for tool in body.get("tools") or () if _is_unserved_tool(tool)}
-    items = body["input"] if isinstance(body.get("input"), list) else body.get("messages") or ()
     for item in items:
         content = item.get("content")
         if type(content) is str:
@@ -258,14 +263,17 @@ def model_list(name: str, *, created: int) -> dict[str, Any]:
     return {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
 
 
+def json_answer(value: Any) -> web.Response:
+    """A whole answer."""
+    return web.Response(body=to_json(value), content_type="application/json")
+
+
 async def send_events(request: web.Request, events: Iterable[Event]) -> web.StreamResponse:
     """Write events, (name or None, text or what JSON can show), and end the stream."""
     stream = await _stream_of(request)
     for name, data in events:
         head = f"event: {name}\n".encode() if name else b""
-        await stream.write(
-            head + b"data: " + (data.encode() if isinstance(data, str) else json.dumps(data).encode()) + b"\n\n"
-        )
+        await stream.write(head + b"data: " + (data.encode() if isinstance(data, str) else to_json(data)) + b"\n\n")
     await stream.write_eof()
     return stream
 
@@ -298,13 +306,3 @@ async def keep_alive(request: web.Request, interval_s: float) -> AsyncIterator[N
         yield
     finally:
         await cancel_all([task])
-
-
-def digest_of(path: str, body: dict[str, Any]) -> bytes:
-    """What equal requests share; a client may ask for a stream at first, and for a whole answer then."""
-    rest = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
-    try:
-        data = orjson.dumps(rest, option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # lone surrogates, huge numbers
-        data = json.dumps(rest, sort_keys=True).encode()
-    return hashlib.blake2b(path.encode() + data, digest_size=16).digest()
