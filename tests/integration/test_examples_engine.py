@@ -15,7 +15,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from examples.coding_agent_rl import make_data as coding
 from examples.multi_agent.rollout_with_multi_agents import generate_with_multi_agents
+from slime.agent import generate as agent_generate
+from slime.agent.adapters import common as adapters
+from slime.agent.adapters import session as engine_calls
+from slime.agent.parsing import ParsedModelOutput
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.rollout.sampling import generation
 from slime.rollout.sampling.generation import GenerateState
@@ -54,7 +59,14 @@ EXAMPLES: dict[str, tuple[Any, Sample, dict[str, Any], str]] = {
         {"multi_agent": {"num_parallel": 2}},
         "",
     ),
+    "coding_agent_rl": (
+        agent_generate,
+        Sample(index=1, prompt="", metadata=coding.split_bugs(1)[1][0].row()["metadata"]),
+        {"agent": coding.agent_config(), "sglang_tool_call_parser": "qwen25", "sglang_reasoning_parser": None},
+        "<|im_start|>tool\nwritten<|im_end|>\n<|im_start|>assistant\n",
+    ),
 }
+BEGIN_ANEW = ("multi_agent", "coding_agent_rl")  # what is aborted is not kept
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +97,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
         return answer
 
     monkeypatch.setattr(generation, "post", post)
+    monkeypatch.setattr(engine_calls, "post", post)
     return pairs
 
 
@@ -119,6 +132,8 @@ def test_an_example_trains_what_the_engine_wrote(
         return "1"
 
     monkeypatch.setattr(retool.tool.PythonSandbox, "execute_code", printed)
+    edit = {"name": "write_file", "input": {"path": "ops.py", "content": ""}}
+    monkeypatch.setattr(adapters, "parse_model_output", lambda ids, **given: ParsedModelOutput("", "x", [edit]))
     tokenizer = AutoTokenizer.from_pretrained(tiny_models[0])
     host, _, port = engine.url.removeprefix("http://").rpartition(":")
     args = rollout_args(
@@ -142,7 +157,7 @@ def test_an_example_trains_what_the_engine_wrote(
 
     GenerateState.clear_instances()
     result: Any = sample
-    if is_aborted_between and name != "multi_agent":  # an execution of several agents begins anew
+    if is_aborted_between and name not in BEGIN_ANEW:
         result = async_utils.run(play(sample, True))
         assert result.status is Sample.Status.ABORTED and result.response_length
     result = async_utils.run(play(result, False))

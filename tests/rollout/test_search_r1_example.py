@@ -254,7 +254,8 @@ def test_a_dense_index_finds_documents_by_the_vectors_of_the_encoder(tmp_path):
     faiss.write_index(index, str(tmp_path / "e5.index"))
     dense = server.DenseRetriever(tmp_path / "e5.index", str(model), on_gpu=False)
     for row, found in enumerate(dense.find(texts, 2)):
-        assert [len(found), found[0][0]] == [2, row] and found[0][1] == pytest.approx(1.0, abs=1e-5) > found[1][1]
+        assert [len(found), found[0][0]] == [2, row] and found[0][1] == pytest.approx(1.0, abs=1e-5)
+        assert found[1][1] < found[0][1]
     with serve(server.make_app(dense, CORPUS, topk=3)) as port:
         status, answer = post(f"http://127.0.0.1:{port}/retrieve", {"queries": texts[1:2], "topk": 1})
     assert (status, answer) == (200, {"result": [[CORPUS[1]]]})
