@@ -12,6 +12,7 @@ import torch
 from benchmarks import (
     gpu_fusion,
     gpu_learning,
+    gpu_lora,
     gpu_models,
     gpu_multi_async,
     gpu_multi_layouts,
@@ -176,3 +177,18 @@ def test_each_fused_part_of_the_comparison_is_run_forward_and_backward() -> None
             assert gradient.shape[0] == 4 and gradient.isfinite().all() and gradient.any(), (part.name, way)
         names.append(part.name)
     assert len(names) == 6 == len(set(names))
+
+
+def test_an_adapter_has_arrived_when_the_gap_is_a_small_part_of_what_it_moves() -> None:
+    logged = series(
+        perf__update_weights_time=[9, 9, 0.040, 0.060], perf__update_weights_pack_time=[9, 9, 0.020, 0.030],
+        train__train_rollout_logprob_abs_diff=[0.002, 0.01], train__kl_loss=[0.0, 0.0050],
+    )  # fmt: skip
+    assert gpu_lora.sync_row(logged, "4B").figure == "50.0 ms" and gpu_lora.sync_row(logged, "4B").holds
+    gap, arrived = gpu_lora.arrival_rows(logged, "4B")
+    assert gap.figure == "0.0060" and gap.holds
+    # a k3 of 0.005 is a distance of 0.1; a tenth of it is the gap
+    assert arrived.ratio == pytest.approx(0.1) and arrived.holds
+    logged["train/train_rollout_logprob_abs_diff"][1] = 0.1
+    assert [row.holds for row in gpu_lora.arrival_rows(logged, "4B")] == [False, False]
+    assert gpu_lora.arrival_rows({}, "4B")[0].holds is None

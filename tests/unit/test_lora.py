@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,11 +12,14 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.update_weight.from_adapters import AdapterUpdater
-from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args
+from slime.backends.sglang_utils import engine_patches
+from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, adapter_defaults, build_server_args
+from slime.backends.sglang_utils.weight_transfer import in_shared_memory
 from slime.checkpoints.paths import MODEL_SHAPE_FILE, TRACKER_FILE
 from slime.config.megatron.lora_plan import LoraPlan
 from slime.training.micro_batches import needs_old_log_probs
 from slime.utils.errors import UsageError
+from slime.utils.misc import needed
 from tests.unit.argument_lines import Check, check, command_line
 from tools.convert_torch_dist_to_hf import saved_shape
 
@@ -134,15 +138,19 @@ def test_a_family_with_other_projections_is_refused(check: Check, tmp_path: Path
     assert any("the model has gate_proj and up_proj as one gate_up_proj" in text for text in problems)
 
 
-def test_engines_get_adapters_of_experts_merged(check: Check, tmp_path: Path) -> None:
+def test_engines_of_a_cpu_get_adapters_of_experts_merged_and_those_of_a_gpu_serve_them(
+    check: Check, tmp_path: Path
+) -> None:
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     config |= {"model_type": "qwen3_moe", "decoder_sparse_step": 1, **experts}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    told = "--lora-serve adapter is not proven for MLPs of a model with experts"
+    told = "--lora-serve adapter does not serve MLPs of a model with experts on the CPU"
     assert any(told in text for text in check("--lora-rank 8").problems.all())
-    for more in ("--lora-serve merged", "--lora-target-modules q_proj k_proj v_proj o_proj"):
+    for more in ("--lora-serve merged", "--lora-target-modules q_proj k_proj v_proj o_proj", "--accelerator cuda"):
         assert not any(told in text for text in check(f"--lora-rank 8 {more}").problems.all())
+    on_gpu = check("--lora-rank 8 --accelerator cuda").args
+    assert adapter_defaults(on_gpu, needed(LoraPlan.of(on_gpu)))["moe_runner_backend"] == "triton"
 
 
 @pytest.mark.parametrize(
@@ -183,10 +191,34 @@ def test_an_adapter_too_small_for_16_bit_ends_no_run(check: Check, largest: floa
     updater = AdapterUpdater.__new__(AdapterUpdater)
     fleet = mock.Mock(engines={})
     fleet.wait.return_value = []
-    args, tensors = check("--lora-rank 8").args, {"q.lora_B.weight": torch.full((2, 8), largest)}
-    vars(updater).update(args=args, _is_unseen=True, _fleet=fleet, _plan=LoraPlan.of(args), _tensors=tensors)
+    args, shared = check("--lora-rank 8").args, in_shared_memory({"q.lora_B.weight": torch.full((2, 8), largest)})
+    vars(updater).update(args=args, _is_unseen=True, _fleet=fleet, _plan=LoraPlan.of(args), _shared=shared)
     updater._see_that_it_is_served()
     assert (fleet.start.called, updater._is_unseen) == (is_asked, not is_asked)
+
+
+def test_an_adapter_lies_in_shared_memory_as_it_was() -> None:
+    drawn = {"A": torch.randn(4, 6).bfloat16(), "B": torch.randn(6, 4).bfloat16().t(), "C": torch.ones(3).bfloat16()}
+    shared = in_shared_memory(drawn)
+    assert shared.data.is_shared() and shared.data.numel() == sum(tensor.nbytes for tensor in drawn.values())
+    for (name, shape, dtype, start), (own_name, tensor) in zip(shared.places, drawn.items(), strict=True):
+        assert (name, shape, dtype) == (own_name, tensor.shape, tensor.dtype)
+        assert shared.tensors[name].equal(tensor)
+        assert shared.data[start : start + tensor.nbytes].view(dtype).view(shape).equal(tensor)
+
+
+def test_an_engine_that_gives_memory_up_keeps_its_host_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.utils import torch_memory_saver_adapter as saver
+
+    paused = []
+    library = SimpleNamespace(
+        retain_cpu_backup=False, pause=lambda tag: paused.append((tag, library.retain_cpu_backup))
+    )
+    monkeypatch.setattr(saver, "_memory_saver", library, raising=False)
+    monkeypatch.setattr(saver._TorchMemorySaverAdapterReal, "pause", saver._TorchMemorySaverAdapterReal.pause)
+    engine_patches.keep_host_copies()
+    saver._TorchMemorySaverAdapterReal().pause("weights")
+    assert paused == [("weights", True)]
 
 
 def test_rank_stabilised_adapters_are_scaled_by_the_root_of_the_rank(check: Check) -> None:

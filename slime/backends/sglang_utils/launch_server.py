@@ -69,6 +69,8 @@ def prepare(launch: dict[str, Any]) -> None:
     is_cpu, config = launch["accelerator"] == "cpu", read_config(launch["server_args"]["model_path"])
     if not is_cpu:
         engine_patches.write_numa_script_privately()
+    if not is_cpu and launch["server_args"].get("enable_weights_cpu_backup"):
+        engine_patches.keep_host_copies()
     engine_patches.serve_store_at_its_address()
     disk_weights.install()
     weight_samples.install(on_cpu=is_cpu)

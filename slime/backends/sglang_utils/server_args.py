@@ -156,7 +156,11 @@ def adapter_defaults(args: Args, plan: LoraPlan) -> dict[str, Any]:
     """
     places = 4 if args.update_weights_in_flight else 2
     found: dict[str, Any] = {"max_lora_rank": plan.rank, "max_loras_per_batch": places}
-    return found | ({"lora_backend": "torch_native"} if args.accelerator == "cpu" else {})
+    if args.accelerator == "cpu":
+        found["lora_backend"] = "torch_native"
+    elif plan.has_experts:
+        found["moe_runner_backend"] = "triton"  # the one that takes adapters of experts
+    return found
 
 
 def _worker_arguments(spec: EngineSpec, place: EnginePlace) -> dict[str, Any]:

@@ -13,8 +13,9 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContact
 from slime.backends.sglang_utils.weight_samples import agrees, on_host, sample
@@ -24,8 +25,10 @@ __all__ = [
     "NUM_BYTES",
     "DirectEngine",
     "EngineContact",
+    "SharedTensors",
     "adapter_tensors_of",
     "agrees",
+    "in_shared_memory",
     "metadata_of",
     "on_host",
     "open_flat",
@@ -94,15 +97,61 @@ def serialize_flat(data: torch.Tensor, places: Sequence[Place], num_receivers: i
     return [MultiprocessingSerializer.serialize(content, output_str=True) for _ in range(num_receivers)], data
 
 
+class SharedTensors(NamedTuple):
+    """Tensors in one piece of shared memory, which engines keep for as long as they have an adapter.
+
+    Attributes:
+        data: uint8 [num_bytes], the memory; new for each adapter.
+        places: what lies where.
+        tensors: views of it.
+    """
+
+    data: torch.Tensor
+    places: tuple[Place, ...]
+    tensors: dict[str, torch.Tensor]
+
+
+def in_shared_memory(tensors: Mapping[str, torch.Tensor]) -> SharedTensors:
+    """Copy tensors of one type to shared memory; from a GPU all at once, and without a copy in between."""
+    _prepare()
+    import torch
+
+    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values()]
+    starts = [0, *itertools.accumulate(part.numel() for part in flat)]
+    with _sharing_by_name():
+        storage = torch.UntypedStorage._new_shared(starts[-1])
+    data = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (starts[-1],), (1,))
+    if flat[0].device == data.device:
+        torch.cat(flat, out=data)
+    else:
+        data.copy_(torch.cat(flat))
+    named = list(zip(tensors.items(), starts, strict=False))
+    places = tuple((name, tensor.shape, tensor.dtype, start) for (name, tensor), start in named)
+    parts = (data[start : start + tensor.nbytes] for (_, tensor), start in named)
+    views = {name: part.view(dtype).view(shape) for (name, shape, dtype, _), part in zip(places, parts, strict=True)}
+    return SharedTensors(data, places, views)
+
+
+@contextmanager
+def _sharing_by_name() -> Iterator[None]:
+    """Have torch name shared memory by a file, also with CUDA: see `_prepare`."""
+    import torch
+
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+
+
 def adapter_tensors_of(
-    tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], sizes: Sequence[int], *, with_checksums: bool
+    shared: SharedTensors, config: Mapping[str, Any], sizes: Sequence[int], *, with_checksums: bool
 ) -> tuple[list[dict[str, Any]], Any]:
     """A LoRA adapter in shared memory, as `EngineClient.load_adapter` takes it.
 
-    The memory is new each time, and stays as it is: an engine keeps it for as long as it has the adapter.
-
     Args:
-        tensors: PEFT's names -> whole tensors; each rank of an engine takes its share of them.
+        shared: PEFT's names -> whole tensors; each rank of an engine takes its share of them.
         config: what SGLang reads of adapter_config.json.
         sizes: ranks of each engine.
         with_checksums: the engines compare a checksum of every tensor; that takes a second for a gigabyte.
@@ -110,24 +159,15 @@ def adapter_tensors_of(
     Returns:
         (what each engine gets, something to keep until all have answered).
     """
-    _prepare()
     import torch
 
-    flat = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values()]
-    starts = [0, *itertools.accumulate(part.numel() for part in flat)]
-    named = zip(tensors.items(), starts, strict=False)
-    places = [(name, tensor.shape, tensor.dtype, start) for (name, tensor), start in named]
-    strategy = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")  # also with CUDA: see `_prepare`
-    try:
-        handles, kept = serialize_flat(torch.cat(flat).share_memory_(), places, sum(sizes))
-    finally:
-        torch.multiprocessing.set_sharing_strategy(strategy)
+    with _sharing_by_name():
+        handles, kept = serialize_flat(shared.data, shared.places, sum(sizes))
     left = iter(handles)
     common: dict[str, Any] = {"config_dict": dict(config), "load_format": "flattened_bucket"}
     if with_checksums:
-        sums = {name: hashlib.sha256(part.numpy()).hexdigest() for name, part in zip(tensors, flat, strict=True)}
-        common["expected_checksums"] = sums
+        parts = {name: tensor.reshape(-1).view(torch.uint8).numpy() for name, tensor in shared.tensors.items()}
+        common["expected_checksums"] = {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()}
     return [common | {"serialized_named_tensors": list(itertools.islice(left, size))} for size in sizes], kept
 
 

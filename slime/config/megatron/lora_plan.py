@@ -341,11 +341,12 @@ LORA: tuple[Check, ...] = (
     Rule(
         lambda a: (
             a.lora_serve == ADAPTER
+            and a.accelerator == "cpu"
             and a.num_moe_experts
             and any("mlp." in linear for linear in (LoraPlan.of(a) or _NO_PLAN).linears)
         ),
-        "--lora-serve adapter is not proven for MLPs of a model with experts; use --lora-serve merged, or "
-        "--lora-target-modules q_proj k_proj v_proj o_proj.",
+        "--lora-serve adapter does not serve MLPs of a model with experts on the CPU: SGLang's kernels for them need "
+        "CUDA; use --lora-serve merged, or --lora-target-modules q_proj k_proj v_proj o_proj.",
     ),
     _check_targets,
     _check_family,

@@ -206,6 +206,8 @@ class Adapter(torch.nn.Module):
             place.copy_(share)
 
     def _gathered(self, parameter: torch.Tensor) -> torch.Tensor:
+        if self.group.size() == 1:
+            return parameter.detach()
         parts = [torch.empty_like(parameter) for _ in range(self.group.size())]
         dist.all_gather(parts, parameter.detach().contiguous(), group=self.group)
         return torch.cat(parts, self._cut_dim)

@@ -30,7 +30,7 @@ from slime.backends.megatron_utils.update_weight.base import WeightSyncError, We
 from slime.backends.megatron_utils.update_weight.buckets import Bucket, check_versions
 from slime.backends.megatron_utils.update_weight.engines import contact_of
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather, iter_hf_buckets
-from slime.backends.sglang_utils.weight_transfer import adapter_tensors_of
+from slime.backends.sglang_utils.weight_transfer import SharedTensors, adapter_tensors_of, in_shared_memory
 from slime.config.args import Args
 from slime.config.megatron.lora_plan import LoraPlan
 from slime.utils.errors import UsageError
@@ -68,7 +68,7 @@ class AdapterUpdater(WeightUpdater):
         self._config = peft_config(args) | {"lora_alpha": self._plan.scale * self._plan.rank}
         self._readers: list[int] = []
         self._base: dict[str, tuple[int, ...]] = {}
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._shared: SharedTensors | None = None
         self._is_new = self._is_unseen = True
         self._pack_s = 0.0
 
@@ -111,13 +111,13 @@ class AdapterUpdater(WeightUpdater):
 
     def _make_ready(self, tensors: dict[str, torch.Tensor]) -> None:
         """Check the adapter, and copy it to the host, and to a file where engines read one."""
-        self._tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         max_rank = self.args.sglang_max_lora_rank or self._plan.rank
         try:
             check_adapter(shapes, self._config, base=self._base, max_rank=max_rank)
         except ValueError as error:
             raise WeightSyncError(f"weight sync {self.weight_version}: {error}", is_final=True) from None
+        self._shared = in_shared_memory(tensors)
         if self._readers:
             self._write()
 
@@ -127,7 +127,7 @@ class AdapterUpdater(WeightUpdater):
         unfinished = path.with_name(f"{path.name}.unfinished")
         for left in (path, unfinished):  # of a sync that failed
             needed(self._dir).remove(left)
-        own = {name: tensor.clone() for name, tensor in self._tensors.items()}
+        own = {name: tensor.clone() for name, tensor in needed(self._shared).tensors.items()}
         write_adapter(own, self._config, unfinished)
         unfinished.rename(path)
 
@@ -159,7 +159,7 @@ class AdapterUpdater(WeightUpdater):
         kept = None
         if local:
             sizes = [self.engine_sizes[number] for number in local]
-            bodies, kept = adapter_tensors_of(self._tensors, self._config, sizes, with_checksums=self._is_new)
+            bodies, kept = adapter_tensors_of(needed(self._shared), self._config, sizes, with_checksums=self._is_new)
             calls = self.fleet.some(local).start_each("load_adapter", [((name,), body) for body in bodies])
         if self._readers:
             path = str(needed(self._dir).path(self.weight_version))
@@ -179,7 +179,7 @@ class AdapterUpdater(WeightUpdater):
     def _update(self) -> dict[str, float]:
         metrics = super()._update()
         self._by_source(self._see_that_it_is_served)
-        self._tensors = {}
+        self._shared = None
         return metrics
 
     def _see_that_it_is_served(self) -> None:
@@ -188,8 +188,11 @@ class AdapterUpdater(WeightUpdater):
         Engines that gave their memory up have no cache to generate with yet; what they serve shows in
         `train/train_rollout_logprob_abs_diff`.
         """
-        largest = max(float(tensor.abs().max()) for name, tensor in self._tensors.items() if ".lora_B." in name)
-        if not self._is_unseen or largest * self._plan.scale < FAINT or self.args.offload_rollout:
+        if not self._is_unseen or self.args.offload_rollout:
+            return
+        tensors = needed(self._shared).tensors
+        largest = max(float(tensor.abs().max()) for name, tensor in tensors.items() if ".lora_B." in name)
+        if largest * self._plan.scale < FAINT:
             return
         asked = [self.fleet.start("prompt_log_probs", PROBE_TOKENS, adapter=adapter) for adapter in (None, BASE)]
         live, base = (self.fleet.wait(calls, "answering with and without the adapter") for calls in asked)
