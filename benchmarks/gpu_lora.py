@@ -82,25 +82,31 @@ def rank_of(options: Namespace) -> int:
     return 8 if options.tiny else 32
 
 
-def common_flags(options: Namespace) -> list[Any]:
+def lora_flags(model: str, options: Namespace) -> list[Any]:
     """A rate at which random rewards move the adapter far within a few steps, and its distance from the base."""
-    return ["--lora-rank", rank_of(options), "--lr", "2e-3", "--use-kl-loss", "--kl-loss-coef", "1e-4"] + [
-        "--kl-loss-type",
-        "k3",
+    flags: list[Any] = [
+        "--lora-rank",
+        rank_of(options),
+        "--lr",
+        "2e-3",
+        "--ref-load",
+        options.output / "models" / model,
     ]
+    return [*flags, "--use-kl-loss", "--kl-loss-coef", "1e-4", "--kl-loss-type", "k3"]
 
 
 def lora_run(serve: str, options: Namespace) -> Run:
     """The 4B shape, colocated."""
     prompts, samples, response = (4, 4, 16) if options.tiny else (16, 8, 256)
-    more = [*colocated(options, tokens=4096, engine_share=0.45), *common_flags(options), "--lora-serve", serve]
+    model = "tiny" if options.tiny else "4B"
+    more = [*colocated(options, tokens=4096, engine_share=0.45), *lora_flags(model, options), "--lora-serve", serve]
     flags = grpo_flags(prompts=prompts, samples=samples, response=response, rollouts=options.steps, more=more)
-    return Run(f"lora-{serve}", "tiny" if options.tiny else "4B", flags)
+    return Run(f"lora-{serve}", model, flags)
 
 
 def moe_run(options: Namespace) -> Run:
     """A small model with experts; engines of a CPU have no kernel for theirs."""
-    more = [*colocated(options, tokens=4096, engine_share=0.1), *common_flags(options)]
+    more = [*colocated(options, tokens=4096, engine_share=0.1), *lora_flags(TINY_MOE, options)]
     if options.tiny:
         more += ["--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj"]
     else:

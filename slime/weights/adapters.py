@@ -18,7 +18,12 @@ PEFT_PREFIX = "base_model.model."
 _IGNORED = ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Of init_lora_weights: PEFT takes B A, as it begins, off the base's weights when it loads such an adapter."""
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED_IN_ENGINES = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+"""Projections of which SGLang makes one weight, where a model has them."""
 
 
 def adapter_name(version: int) -> str:
@@ -77,16 +82,18 @@ def check_adapter(
     if not modules:
         raise ValueError("the adapter has no tensors")
     for module, halves in modules.items():
-        _check_complete(module, halves, modules)
+        _check_complete(module, halves, modules, base)
 
 
-def _check_complete(module: str, halves: set[str], modules: Mapping[str, Any]) -> None:
+def _check_complete(module: str, halves: set[str], modules: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     """Both halves are there, and what the engine fuses with the module."""
     if halves != {"A", "B"}:
         raise ValueError(f"{module} has lora_{min(halves)} alone")
     block, _, leaf = module.rpartition(".")
-    for names in _TOGETHER:
-        if leaf in names and (missing := [name for name in names if f"{block}.{name}" not in modules]):
+    for names in FUSED_IN_ENGINES:
+        paths = [f"{block}.{name}" for name in names]
+        missing = [path.rpartition(".")[2] for path in paths if f"{path}.weight" in base and path not in modules]
+        if leaf in names and missing:
             raise ValueError(f"{module} comes without {', '.join(missing)}, of which the engine makes one weight")
 
 

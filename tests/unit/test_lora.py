@@ -21,6 +21,7 @@ from slime.training.micro_batches import needs_old_log_probs
 from slime.utils.errors import UsageError
 from slime.utils.misc import needed
 from tests.unit.argument_lines import Check, check, command_line
+from tests.unit.megatron_fakes import make_hf_model
 from tools.convert_torch_dist_to_hf import saved_shape
 
 __all__ = ["check", "command_line"]
@@ -66,7 +67,6 @@ REFUSED = {
     "--lora-rank 8 --only-train-params-name-list mlp": "--only-train-params-name-list does not go with --lora-rank 8",
     "--lora-rank 8 --update-weight-mode delta --update-weight-transport disk": "--update-weight-mode delta does not",
     "--lora-rank 8 --transformer-impl transformer_engine": "use --transformer-impl local",
-    "--lora-rank 8 --multi-latent-attention": "--multi-latent-attention does not go with --lora-rank 8",
     "--lora-rank 8 --mtp-num-layers 1": "--mtp-num-layers does not go with --lora-rank 8",
     "--lora-rank 8 --sglang-max-lora-rank 4": "--lora-rank 8 is over --sglang-max-lora-rank 4",
     "--lora-rank 8 --sglang-max-loras-per-batch 1": "takes one of these places; give 2 or more",
@@ -145,12 +145,28 @@ def test_engines_of_a_cpu_get_adapters_of_experts_merged_and_those_of_a_gpu_serv
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     config |= {"model_type": "qwen3_moe", "decoder_sparse_step": 1, **experts}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    told = "--lora-serve adapter does not serve MLPs of a model with experts on the CPU"
-    assert any(told in text for text in check("--lora-rank 8").problems.all())
-    for more in ("--lora-serve merged", "--lora-target-modules q_proj k_proj v_proj o_proj", "--accelerator cuda"):
-        assert not any(told in text for text in check(f"--lora-rank 8 {more}").problems.all())
+    told = (
+        "--lora-serve adapter: engines on the CPU have no kernel for adapters of gate_proj, up_proj, down_proj; use "
+        "--lora-serve merged, or --lora-exclude-modules gate_proj up_proj down_proj."
+    )
+    assert told in check("--lora-rank 8").problems.all()
+    others = ("--lora-serve merged", "--lora-exclude-modules gate_proj up_proj down_proj", "--accelerator cuda")
+    for more in others:
+        assert not any("no kernel" in text for text in check(f"--lora-rank 8 {more}").problems.all()), more
     on_gpu = check("--lora-rank 8 --accelerator cuda").args
     assert adapter_defaults(on_gpu, needed(LoraPlan.of(on_gpu)))["moe_runner_backend"] == "triton"
+
+
+def test_latent_attention_has_projections_of_its_own(check: Check, tmp_path: Path) -> None:
+    make_hf_model(tmp_path / "latent", "deepseek_v3")
+    (tmp_path / "hf" / "config.json").write_text((tmp_path / "latent" / "config.json").read_text())
+    flags = "--lora-rank 8 --lora-target-modules"
+    problems = check(f"{flags} all-linear").problems.all()
+    assert any("no kernel for adapters of kv_b_proj, gate_proj" in text for text in problems), problems
+    problems = check(f"{flags} kv_a_proj_with_mqa").problems.all()
+    assert any("lacks q_a_proj: q_a_proj, kv_a_proj_with_mqa are one weight" in text for text in problems), problems
+    problems = check(f"{flags} q_a_proj kv_a_proj_with_mqa q_b_proj o_proj").problems.all()
+    assert not any("--lora" in text for text in problems), problems
 
 
 @pytest.mark.parametrize(

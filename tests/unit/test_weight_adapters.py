@@ -55,3 +55,15 @@ def test_what_engines_ignore_is_refused(ignored: str) -> None:
 def test_a_rank_that_engines_have_no_room_for_is_refused() -> None:
     with pytest.raises(ValueError, match="rank 4, and engines take 3"):
         check_adapter(whole(), CONFIG, base=BASE, max_rank=3)
+
+
+def test_what_an_engine_fuses_counts_only_where_the_model_has_it() -> None:
+    """With --q-lora-rank, SGLang makes q_a_proj and kv_a_proj_with_mqa one weight; without it, there is only one."""
+    block, names = "model.layers.0.self_attn", ("q_a_proj", "kv_a_proj_with_mqa")
+    base = {f"{block}.{name}.weight": (OUT, IN) for name in names}
+    shapes: Shapes = {f"base_model.model.{block}.{names[1]}.lora_A.weight": (RANK, IN)}
+    shapes |= {f"base_model.model.{block}.{names[1]}.lora_B.weight": (OUT, RANK)}
+    with pytest.raises(ValueError, match="kv_a_proj_with_mqa comes without q_a_proj"):
+        check_adapter(shapes, CONFIG, base=base, max_rank=RANK)
+    del base[f"{block}.q_a_proj.weight"]
+    check_adapter(shapes, CONFIG, base=base, max_rank=RANK)

@@ -22,7 +22,7 @@ from slime.config.problems import Check, Rule, broken, for_each, plain_option
 from slime.models.families import projections_of
 from slime.utils.errors import UsageError
 from slime.utils.misc import needed
-from slime.weights.adapters import adapter_differences
+from slime.weights.adapters import FUSED_IN_ENGINES, adapter_differences
 from slime.weights.formats import format_of_checkpoint
 
 ALL_LINEAR = "all-linear"
@@ -139,7 +139,6 @@ _NO_PLAN = LoraPlan(0, 0.0, {})
 
 _UNPROVEN = {
     "experimental_attention_variant": "adapters are built for Megatron's grouped attention so far",
-    "multi_latent_attention": "a step of its adapters is not yet proven equal to PEFT's",
     "attention_output_gate": "adapters are built for attention without a gate so far",
     "spec": "adapters are built for slime's own layers",
     "custom_model_provider_path": "adapters are built for slime's own layers",
@@ -167,14 +166,16 @@ def _check_targets(args: Args) -> Iterator[str]:
             if value not in (*names, *more[flag]):
                 yield f"{flag} {value}: the model has no such projection; it has {', '.join(names) or 'none'}."
     taken = [name for name in names if (name in given or ALL_LINEAR in given) and name not in excluded]
-    for parts in dict.fromkeys(known.values()):
-        missing = [name for name in parts if name not in taken]
-        if 0 < len(missing) < len(parts):
+    fused = FUSED_IN_ENGINES if args.lora_serve == ADAPTER else ()
+    for parts in dict.fromkeys([*known.values(), *fused]):
+        there = [name for name in parts if name in names]
+        missing = [name for name in there if name not in taken]
+        if 0 < len(missing) < len(there):
             is_excluded = ALL_LINEAR in given or not set(missing) - set(excluded)
             named = " ".join(excluded if is_excluded else given)
             flag = f"--lora-{'exclude' if is_excluded else 'target'}-modules {named}"
             yield (
-                f"{flag} lacks {' and '.join(missing)}: {', '.join(parts)} are one weight in trainer and engine; name "
+                f"{flag} lacks {' and '.join(missing)}: {', '.join(there)} are one weight in trainer or engine; name "
                 "all of them, or none."
             )
     if names and not taken:
@@ -338,16 +339,6 @@ LORA: tuple[Check, ...] = (
         "{tensor_model_parallel_size} and adapters of experts: Megatron would count gradients twice in the norm; "
         "give 1, or the same size, or --lora-exclude-modules experts.",
     ),
-    Rule(
-        lambda a: (
-            a.lora_serve == ADAPTER
-            and a.accelerator == "cpu"
-            and a.num_moe_experts
-            and any("mlp." in linear for linear in (LoraPlan.of(a) or _NO_PLAN).linears)
-        ),
-        "--lora-serve adapter does not serve MLPs of a model with experts on the CPU: SGLang's kernels for them need "
-        "CUDA; use --lora-serve merged, or --lora-target-modules q_proj k_proj v_proj o_proj.",
-    ),
     _check_targets,
     _check_family,
     _check_adapter_path,
@@ -378,7 +369,26 @@ _RUN_FLAGS = {
 }
 """Attribute -> the same of flags of the run."""
 
+
+def _without_cpu_kernel(args: Args) -> list[str]:
+    """HF's names of projections whose adapters SGLang serves with CUDA alone."""
+    plan = LoraPlan.of(args)
+    if plan is None or args.accelerator != "cpu":
+        return []
+    of_experts = [linear for linear in plan.linears if "mlp." in linear and args.num_moe_experts]
+    latent = [linear for linear in plan.linears if linear.endswith("linear_kv_up_proj")]
+    return [*dict.fromkeys(name for linear in (*latent, *of_experts) for name in plan.projections[linear])]
+
+
 SERVED: tuple[Check, ...] = (
+    Rule(
+        _without_cpu_kernel,
+        lambda a: (
+            "--lora-serve adapter: engines on the CPU have no kernel for adapters of "
+            f"{', '.join(_without_cpu_kernel(a))}; use --lora-serve merged, or --lora-exclude-modules "
+            f"{' '.join(_without_cpu_kernel(a))}."
+        ),
+    ),
     Rule(
         lambda a: needed(a.lora_rank) > (_given(a, "max_lora_rank") or needed(a.lora_rank)),
         lambda a: (
