@@ -67,8 +67,8 @@ def parts(shape: str, device: str) -> Iterator[Part]:
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
     from slime.algorithms.log_probs import calculate_log_probs_and_entropy
-    from slime.backends.megatron_utils.megatron_patch.packed_rope import _rotate
-    from slime.backends.megatron_utils.model.spec import _rms_norm
+    from slime.backends.megatron_utils.megatron_patch.packed_rope import rotate as rotation
+    from slime.backends.megatron_utils.model.spec import rms_norm
     from slime.utils.accelerator.fusion import fused_on_cuda
 
     hidden, ffn, heads = SIZES[shape]
@@ -98,14 +98,14 @@ def parts(shape: str, device: str) -> Iterator[Part]:
 
     def norm(*more: int) -> Callable[[int, str], Run]:
         def prepare(tokens: int, way: str) -> Run:
-            function, weight = in_way(_rms_norm, way), random(more[-1]).requires_grad_()
+            function, weight = in_way(rms_norm, way), random(more[-1]).requires_grad_()
             return with_backward(lambda x: function(x, weight, 1e-6, False), random(tokens, *more), weight)
 
         return prepare
 
     def rotate(num_heads: int) -> Callable[[int, str], Run]:
         def prepare(tokens: int, way: str) -> Run:
-            function, cos, sin = in_way(_rotate, way), random(tokens, 1, HEAD_DIM), random(tokens, 1, HEAD_DIM)
+            function, cos, sin = in_way(rotation, way), random(tokens, 1, HEAD_DIM), random(tokens, 1, HEAD_DIM)
             return with_backward(lambda x: function(x, cos, sin, False, False), random(tokens, num_heads, HEAD_DIM))
 
         return prepare

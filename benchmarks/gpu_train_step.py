@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_train_step.py --shape 0.6B --layout "" [--layout "--tensor-model-parallel-size 2 ..."]
     python benchmarks/gpu_train_step.py --shape 4B --num-gpus 4 --profile 30
+    python benchmarks/gpu_train_step.py --layout "--train-backend fsdp"        # compared by benchmarks/gpu_fsdp.py
 
-The trainer is the one of a run (MegatronTrainActor with the flags that train.py takes), without Ray and engines; each
+The trainer is the one of a run (with the flags that train.py takes), without Ray and engines; each
 rank is a process. A step is one optimizer update on `--tokens` packed tokens per data-parallel rank, in sequences of
 `--length`. The first steps are warm-up; the median of the others counts: the whole by the wall clock with the device
 drained before and after, its parts by the trainer's own timers, which are CUDA events on a GPU (behind each, the
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--profile", type=int, default=0, help="print so many of the most expensive kernels of a step")
     parser.add_argument("--accelerator", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--result", type=Path, help="also write the figures to this JSON file")
     parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--meet", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -134,11 +136,12 @@ def flags(options: argparse.Namespace) -> Any:
 def start_trainer(args: Any, options: argparse.Namespace, port: int) -> Any:
     """The trainer of a run with random weights."""
     from slime.backends.megatron_utils import megatron_patch
+    from slime.ray.train_actor import TRAINERS
+    from slime.utils.misc import load_function
 
     megatron_patch.apply(args.accelerator)
-    from slime.backends.megatron_utils import actor as actor_module
-
-    actor = actor_module.MegatronTrainActor(
+    trainer_class = load_function(TRAINERS[args.train_backend]["actor"])
+    actor = trainer_class(
         args,
         rank=options.rank,
         world_size=options.num_gpus,
@@ -146,9 +149,21 @@ def start_trainer(args: Any, options: argparse.Namespace, port: int) -> Any:
         master_port=port,
         local_rank=options.rank,
     )
-    with mock.patch.object(actor_module, "load_hf_weights"):
+    with mock.patch.object(trainer_class.backend_class, "load", random_weights):
         actor.init()
     return actor
+
+
+def random_weights(backend: Any, source: Any) -> None:
+    """In place of loading; Megatron's model has random weights, FSDP2's is empty."""
+    import torch
+
+    if backend.args.train_backend == "fsdp":
+        for _, tensor in backend.named_weights():
+            tensor.fill_(1.0) if tensor.dim() == 1 else tensor.normal_(std=0.02)
+    else:
+        backend.state.optimizer.reload_model_params()
+    torch.manual_seed(0)
 
 
 def make_share(args: Any, options: argparse.Namespace, layout: dict[str, int]) -> dict[str, Any]:
@@ -200,18 +215,22 @@ def report(args: Any, options: argparse.Namespace, layout: dict[str, int], timed
     peak = matmul_tflops() if options.accelerator == "cuda" else float("nan")
     tokens = options.tokens * layout["dp_size"]
     name = f"{options.shape} x {options.num_gpus} GPUs {options.layout}".strip()
+    memory = torch.cuda.max_memory_allocated() / 2**30 if options.accelerator == "cuda" else 0.0
+    found = {"memory_gib": memory, "tokens": tokens, "matmul_tflops": peak}
     print(f"{name}: {options.tokens} tokens a rank and step; bf16 matmul of this GPU: {peak:.0f} TFLOP/s")
     for part, passes in (("log-probs", 1), ("train", 3)):
         each = [step[part] for step in timed]
         seconds = statistics.median(each)
-        rate = passes * forward / seconds
+        rate, found[part] = passes * forward / seconds, seconds
         print(
             f"  {part:10} {1e3 * seconds:8.1f} ms  {tokens / seconds / options.num_gpus:9.0f} tok/s a GPU  "
             f"{rate:6.1f} TFLOP/s a GPU  MFU {100 * rate / peak:5.1f}%  "
             f"({1e3 * min(each):.1f} to {1e3 * max(each):.1f} ms)"
         )
     whole = statistics.median(step["whole"] for step in timed)
-    memory = torch.cuda.max_memory_allocated() / 2**30 if options.accelerator == "cuda" else 0
+    found["whole"] = whole
+    if options.result:
+        options.result.write_text(json.dumps(found))
     print(f"  {'whole':10} {1e3 * whole:8.1f} ms  peak memory {memory:.1f} GiB", flush=True)
 
 

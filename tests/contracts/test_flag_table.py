@@ -42,6 +42,7 @@ OURS = {
     "--fsdp-cpu-offload": "FSDP2",
     "--disable-fsdp-reshard-after-forward": "FSDP2",
     "--fsdp-forward-prefetch": "FSDP2",
+    "--fsdp-compile": "FSDP2",
     "--require-deepep": "an error for what is a warning",
     "--dashboard-host": "pages over the run",
     "--prometheus-port": "one scrape target for the whole run",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from slime.config.parse import CommandLine
 from slime.config.rules.backends import unsupported_models
@@ -42,13 +45,13 @@ def run(hf: Path, *, backend: str = "fsdp", world: int = 1, out: Path, megatron:
 
 
 def _rank(args: Any, steps: range, out: Path) -> None:
-    from slime.backends.fsdp_utils.actor import FsdpTrainActor
+    from slime.backends.fsdp_utils import actor as actor_module
     from slime.backends.megatron_utils import initialize
     from slime.backends.megatron_utils.actor import MegatronTrainActor
     from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
     from slime.ray.rollout.shares import split_train_data
 
-    make = FsdpTrainActor if args.train_backend == "fsdp" else MegatronTrainActor
+    make = actor_module.FsdpTrainActor if args.train_backend == "fsdp" else MegatronTrainActor
     actor = make(args, rank=dist.get_rank(), world_size=dist.get_world_size(), master_addr="", master_port=0)
     with mock.patch.object(initialize, "init"):  # run_world has done it
         started = actor.init()
@@ -62,6 +65,10 @@ def _rank(args: Any, steps: range, out: Path) -> None:
     before, records = whole(), []
     shares = split_train_data(args, make_train_data(), {"dp_size": dist.get_world_size(), "cp_size": 1})
     for step in steps:
+        if args.offload_train:
+            with mock.patch.object(actor_module, "memory_saver"):  # which moves CUDA memory only
+                actor.sleep()
+                actor.wake_up()
         records += actor.train_on(step, dict(shares[dist.get_rank()]))
         if args.save and step == 1:
             actor.save_model(step)
@@ -89,9 +96,9 @@ def assert_equal_runs(reference: Path, found: Path) -> None:
     ("name", "world", "flags"),
     [
         ("qwen3", 1, {}),
-        ("tied", 2, {}),
+        ("tied", 2, {"recompute_loss_function": True}),
         ("moe", 2, {}),
-        ("qwen3", 2, {"attn_implementation": "sdpa", "fsdp_reshard_after_forward": False}),
+        ("qwen3", 2, {"attn_implementation": "sdpa", "fsdp_reshard_after_forward": False, "offload_train": True}),
         ("qwen3", 2, {"fsdp_replicate_size": 2, "fsdp_forward_prefetch": True}),
         ("qwen3", 2, {"fsdp_cpu_offload": True, "megatron": "--recompute-granularity full", "max_tokens_per_gpu": 24}),
     ],
@@ -139,7 +146,8 @@ def test_biases_of_routers_are_loaded_sent_and_saved(tmp_path: Path) -> None:
 
 def _biases(args: Any, directory: Path) -> None:
     from slime.backends.fsdp_utils.checkpoint import load_tensors, save_weights, weights
-    from slime.backends.fsdp_utils.model import WeightSource, build_policy, load_hf, make_mesh
+    from slime.backends.fsdp_utils.model import build_policy, make_mesh
+    from slime.backends.fsdp_utils.weights import WeightSource, load_hf
     from slime.conversion.reader import SafetensorsReader
 
     policy, name = build_policy(args, make_mesh(args)), "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -191,7 +199,8 @@ def test_each_rank_reads_the_rows_of_its_own_shards_alone(families: dict[str, Pa
 
 
 def _read_half(args: Any) -> None:
-    from slime.backends.fsdp_utils.model import build_policy, load_hf, make_mesh
+    from slime.backends.fsdp_utils.model import build_policy, make_mesh
+    from slime.backends.fsdp_utils.weights import load_hf
     from slime.conversion.reader import RawTensors
 
     read, num_bytes = RawTensors.read, []
@@ -289,3 +298,60 @@ def test_a_checkpoint_of_the_other_backend_is_refused(
 def test_a_model_whose_result_would_not_be_exact_is_refused(config: dict[str, Any], sentence: str) -> None:
     (problem,) = unsupported_models(make_args(), config)
     assert sentence in problem
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3", "glm4"])
+def test_kernels_take_the_place_of_llamas_code_alone(family: str) -> None:
+    """On CPU they run as they are written, so that the output shows whether each stands where it belongs."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from slime.backends.fsdp_utils.model import _rotate_both, use_kernels
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96, "pad_token_id": 0}  # fmt: skip
+    name = "gemma3_text" if family == "gemma3" else family
+    torch.manual_seed(0)
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes), attn_implementation="sdpa").eval()
+    tokens, file = torch.arange(11)[None], sys.modules[type(hf).__module__]
+    expected = hf(tokens, use_cache=False).logits
+    with mock.patch.object(file, "apply_rotary_pos_emb", file.apply_rotary_pos_emb):
+        use_kernels(hf)
+        found, rotation = hf(tokens, use_cache=False).logits, file.apply_rotary_pos_emb
+    replaced = {
+        type(module).__name__.removeprefix(family.title()) for module in hf.modules() if "forward" in vars(module)
+    }
+    # Gemma's norm adds 1 to its weight and its unit is no SiLU; GLM-4's unit is one product, its rotation interleaved
+    assert replaced == {"gemma3": set(), "glm4": {"RMSNorm"}}.get(family, {"RMSNorm", "MLP"})
+    assert (rotation is _rotate_both) == (family != "glm4")
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_a_compiled_layer_learns_as_one_that_is_not(families: dict[str, Path]) -> None:
+    run_world(1, _compiled, trainer_args(families["qwen3"], MEGATRON, train_backend="fsdp"))
+
+
+def _compiled(args: Any) -> None:
+    from slime.backends.fsdp_utils import model
+    from slime.backends.fsdp_utils.weights import load_hf, named_parameters
+    from slime.backends.megatron_utils.data import pack
+    from slime.utils.accelerator import fusion
+
+    def gradients(compiles: bool) -> list[torch.Tensor]:
+        vars(args)["fsdp_compile"] = compiles
+        policy = model.build_policy(args, model.make_mesh(args))
+        load_hf(policy, args.load)
+        for lengths in ((5, 9), (12, 3)):
+            batch = pack([torch.arange(length) for length in lengths])
+            policy(batch, lambda output: output.hidden.float().square().sum()).backward()
+        return [
+            parameter.grad.full_tensor() for _, parameter in named_parameters(policy) if parameter.grad is not None
+        ]
+
+    whole, counter = gradients(False), CompileCounterWithBackend("aot_eager")
+    compiled = functools.partial(fusion.compiled, backend=counter)
+    with torch._dynamo.config.patch(disable=False), mock.patch.object(model, "compiled", compiled):
+        found = gradients(True)
+    # two layers of three parts (before, in, after the attention) and two lengths would be 12 if nothing were shared
+    assert 0 < counter.frame_count <= 8
+    for ours, theirs in zip(found, whole, strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()

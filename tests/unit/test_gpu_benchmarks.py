@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    gpu_fsdp,
     gpu_fusion,
     gpu_learning,
     gpu_lora,
@@ -192,3 +193,31 @@ def test_an_adapter_has_arrived_when_the_gap_is_a_small_part_of_what_it_moves() 
     logged["train/train_rollout_logprob_abs_diff"][1] = 0.1
     assert [row.holds for row in gpu_lora.arrival_rows(logged, "4B")] == [False, False]
     assert gpu_lora.arrival_rows({}, "4B")[0].holds is None
+
+
+def test_a_way_to_train_is_compared_by_its_train_part_with_megatron() -> None:
+    def found(train: float) -> dict[str, float]:
+        return {
+            "train": train,
+            "log-probs": 0.1,
+            "whole": 9.0,
+            "tokens": 1000.0,
+            "memory_gib": 2.0,
+            "matmul_tflops": 700,
+        }
+
+    base = found(0.5)
+    assert gpu_fsdp.step_row("0.6B", "Megatron", base, None, "").ratio is None
+    row = gpu_fsdp.step_row("0.6B", "FSDP2", found(0.54), base, "")
+    assert row.ratio == pytest.approx(1.08) and row.holds and row.figure.startswith("540 ms, 1852 tok/s")
+    assert gpu_fsdp.step_row("0.6B", "FSDP2", found(0.56), base, "").holds is False
+    assert gpu_fsdp.step_row("0.6B", "FSDP2", None, base, "out of memory").note == "out of memory"
+
+
+def test_the_worst_gap_of_a_run_of_fsdp_counts() -> None:
+    logged = series(
+        train__train_rollout_logprob_abs_diff=[0.004, 0.03, 0.002], memory__after_sleep__gpu_process_gb=[1] * 3
+    )
+    gap, held = gpu_fsdp.judge(logged, shape="0.6B")
+    assert gap.ratio == 0.03 and gap.holds is False and held.holds
+    assert [row.holds for row in gpu_fsdp.judge({}, shape="0.6B")] == [None]

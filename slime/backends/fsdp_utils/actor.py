@@ -7,6 +7,7 @@ state are sharded over the ranks.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,11 +33,12 @@ from slime.backends.fsdp_utils.checkpoint import (
     set_random_states,
     weights,
 )
-from slime.backends.fsdp_utils.model import WeightSource, build_policy, load_hf, make_mesh, named_parameters
+from slime.backends.fsdp_utils.model import build_policy, inputs_of, make_mesh
+from slime.backends.fsdp_utils.weights import WeightSource, load_hf, named_parameters
 from slime.backends.megatron_utils.actor import MegatronBackend, TrainerOver
 from slime.backends.megatron_utils.checkpoint.hf_export import save_hf
 from slime.backends.megatron_utils.checkpoint.iterations import UnfinishedCheckpoint
-from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values, loss_function
+from slime.backends.megatron_utils.loss import DeferredLogits, get_log_probs_and_entropy, get_values, loss_function
 from slime.backends.megatron_utils.model.setup import make_scheduler
 from slime.backends.megatron_utils.update_weight import connected_weight_updater
 from slime.checkpoints.paths import classify_checkpoint, resolve_checkpoint_dir
@@ -46,6 +48,8 @@ from slime.training.backend import CheckpointSource, Layout
 from slime.training.micro_batches import MicroBatches
 from slime.training.reports import reduce_reports
 from slime.training.trainer import CriticTrainer
+from slime.utils import accelerator
+from slime.utils.accelerator import memory_saver
 from slime.utils.distributed_utils import barrier
 from slime.utils.misc import needed
 from slime.utils.train_data import MicroBatch, RolloutBatch
@@ -73,12 +77,17 @@ class FsdpBackend(MegatronBackend):
         return Layout(layout.sizes, layout.dp_group, layout.dp_host_group, coupled=layout.dp_group)
 
     def sleep(self) -> None:
-        # The command line refuses --offload-train on GPUs; a trainer without one has nothing to leave.
-        barrier("its part before the trainer rests", self.args.distributed_timeout_minutes * 60.0)
+        # Communicators stay: FSDP2 holds torch's own groups, which `reload_process_groups` could not replace.
+        barrier("its part before the trainer leaves the GPU", self.args.distributed_timeout_minutes * 60.0)
         self.state.optimizer.zero_grad(set_to_none=True)
+        named_parameters(self.state.policy)  # sharded: nothing that was gathered is moved
+        gc.collect()
+        accelerator.empty_cache()
+        memory_saver.pause()
 
     def wake_up(self) -> None:
-        pass
+        memory_saver.resume()
+        accelerator.synchronize()
 
     # ---- weights
 
@@ -112,6 +121,7 @@ class FsdpBackend(MegatronBackend):
         args, policy = self.args, self.state.policy
 
         def read(batch: MicroBatch, output: Any) -> dict[str, torch.Tensor]:
+            output = self._logits(output)
             if "values" in names:
                 return {"values": get_values(args, batch, output)}
             log_probs, entropy = get_log_probs_and_entropy(args, batch, output, with_entropy="entropy" in names)
@@ -120,7 +130,7 @@ class FsdpBackend(MegatronBackend):
         policy.eval()
         found = []
         for batch in micro_batches.of_step(None):
-            columns = policy(batch, lambda output, batch=batch: read(batch, output))
+            columns = policy(inputs_of(batch), lambda output, batch=batch: read(batch, output))
             found.append({name: column.split(batch["response_lengths"]) for name, column in columns.items()})
         policy.train()
         named_parameters(policy)  # the root's group is sharded again
@@ -171,15 +181,21 @@ class FsdpBackend(MegatronBackend):
         reports = []
 
         def loss_of(batch: MicroBatch, output: Any) -> torch.Tensor:
-            if args.loss_type == "custom_loss":  # it is promised logits
-                output = torch.nn.functional.linear(output.hidden, output.weight)[None]
-            loss, _, report = loss_function(args, batch, output, **scale)
+            loss, _, report = loss_function(args, batch, self._logits(output), **scale)
             reports.append(report)
             return loss * factor
 
         for batch in micro_batches.of_step(step_id):
-            self.state.policy(batch, lambda output, batch=batch: loss_of(batch, output)).backward()
+            self.state.policy(inputs_of(batch), lambda output, batch=batch: loss_of(batch, output)).backward()
         return reports
+
+    def _logits(self, output: Any) -> Any:
+        """The model's output as the losses take it: whole logits [1, T, V] unless they are to be made in chunks."""
+        args = self.args
+        defers = args.recompute_loss_function and args.loss_type != "custom_loss"  # which is promised logits
+        if defers or not isinstance(output, DeferredLogits):
+            return output
+        return torch.nn.functional.linear(output.hidden, output.weight)[None]
 
     def _num_tokens(self, micro_batches: MicroBatches, step_id: int) -> int:
         """Trained tokens of a train step over all ranks."""

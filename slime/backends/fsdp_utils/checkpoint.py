@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from slime.backends.fsdp_utils.model import HEAD, Policy, fixed_tensors, named_parameters
+from slime.backends.fsdp_utils.model import Policy
+from slime.backends.fsdp_utils.weights import HEAD, fixed_tensors, named_parameters
 from slime.backends.megatron_utils.checkpoint.iterations import UnfinishedCheckpoint
 from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loading
 from slime.checkpoints.metadata import check_names

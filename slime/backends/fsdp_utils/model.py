@@ -1,22 +1,25 @@
 """A transformers model sharded by FSDP2: built on the meta device, filled from HF files, run over packed rows.
 
-Each decoder layer is one group of parameters, the rest (embedding, last norm, output layer) is the root's. Whatever
+Each decoder layer is one group of parameters, the rest (embedding, last norm, output layer) is the root's. On CUDA
+norms, rotations and gated units are kernels of the Megatron backend, or what torch.compile makes of a layer. Whatever
 reads the output layer's weight runs inside the root's forward pass, where the weight is whole and gets its gradient in
 time. Parameters are fp32, and so is the optimizer; with --bf16 they are cast when they are gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from slime.backends.megatron_utils.layers.value_head import is_value_model
 from slime.backends.megatron_utils.layers.varlen_attention import (
@@ -26,19 +29,17 @@ from slime.backends.megatron_utils.layers.varlen_attention import (
     varlen_kernel,
 )
 from slime.backends.megatron_utils.loss import DeferredLogits
+from slime.backends.megatron_utils.megatron_patch.packed_rope import rotate
+from slime.backends.megatron_utils.model.spec import rms_norm
 from slime.config.args import Args
-from slime.conversion.reader import SafetensorsReader
 from slime.utils import accelerator
+from slime.utils.accelerator.fusion import compiled, kernel_on_cuda
 from slime.utils.errors import UsageError
 from slime.utils.train_data import MicroBatch
-from slime.weights.names import is_fused, single_names
 
 T = TypeVar("T")
 PACKED_ATTENTION = "slime_packed"
 """Name under which transformers knows our attention (--attn-implementation)."""
-HEAD = "value_head."
-GATHER_BYTES = 64 * 2**20
-"""Parameters are gathered this many bytes at a time, or one by one where they are larger."""
 
 
 # ---- attention
@@ -56,6 +57,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
     """Build no mask: the sequences' ends say what a token sees."""
 
 
+@torch.compiler.disable  # the lengths of a pack are numbers of Python, for each of which it would be compiled anew
 def _attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -81,6 +83,63 @@ def _attend(
     return out[None], None
 
 
+# ---- kernels
+
+
+def use_kernels(hf: torch.nn.Module) -> None:
+    """Let norms, rotations and gated units whose code is that of Llama be one kernel each where tensors are CUDA's.
+
+    transformers computes them operation by operation, each of which reads and writes the memory of the GPU once.
+    """
+    from transformers.activations import SiLUActivation
+    from transformers.models.llama import modeling_llama as llama
+
+    silus = (SiLUActivation, torch.nn.SiLU)
+    for module in hf.modules():
+        forward = type(module).forward
+        if _is_same(forward, llama.LlamaRMSNorm.forward):
+            module.forward = partial(_norm, module)
+        elif _is_same(forward, llama.LlamaMLP.forward) and isinstance(module.act_fn, silus):
+            module.forward = partial(_gated_unit, module)
+    for file in {sys.modules[type(module).__module__] for module in hf.modules()}:
+        names = ("apply_rotary_pos_emb", "rotate_half")
+        if all(_is_same(getattr(file, name, None), getattr(llama, name)) for name in names):
+            vars(file)["apply_rotary_pos_emb"] = _rotate_both
+
+
+def _is_same(function: Any, known: Any) -> bool:
+    """Whether two functions do the same by their code; transformers writes it out in each model's file."""
+
+    def code(of: Any) -> tuple[Any, ...]:
+        found = inspect.unwrap(of).__code__
+        return found.co_code, found.co_names, [x for x in found.co_consts if not isinstance(x, str)]
+
+    return inspect.isfunction(function) and code(function) == code(known)
+
+
+def _norm(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    return rms_norm(hidden_states, module.weight, module.variance_epsilon, False)
+
+
+def _gated_unit(module: Any, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = module.down_proj(_silu_product(module.gate_proj(x), module.up_proj(x)))
+    return found
+
+
+@kernel_on_cuda("slime.backends.megatron_utils.kernels.pointwise.silu_product")
+def _silu_product(gate: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(gate) * linear
+
+
+def _rotate_both(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `apply_rotary_pos_emb` of Llama: q [1, h, t, d], k [1, g, t, d], cos and sin [1, t, d]."""
+    cos, sin = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+    q, k = (rotate(x[0].transpose(0, 1), cos, sin, False, False).transpose(0, 1)[None] for x in (q, k))
+    return q, k
+
+
 # ---- the model
 
 
@@ -104,7 +163,12 @@ class Policy(torch.nn.Module):
         self.is_packed = hf.config._attn_implementation == PACKED_ATTENTION
 
     def forward(self, batch: MicroBatch, read: Callable[[Any], T]) -> T:
-        """Return `read(output)`: the output is `DeferredLogits`, of a critic values [1, T, 1]."""
+        """Return `read(output)`: the output is `DeferredLogits`, of a critic values [1, T, 1].
+
+        Args:
+            batch: `inputs_of` a micro-batch.
+            read: what makes a loss, or columns, of the output.
+        """
         more = {"pack": batch["packed_seq_params"]} if self.is_packed else {}
         inputs = {"input_ids": batch["tokens"], "position_ids": batch["position_ids"], "attention_mask": None}
         # transformers' own attention finds the samples where positions begin again, which needs no mask either
@@ -116,11 +180,20 @@ class Policy(torch.nn.Module):
         return read(DeferredLogits(hidden.to(weight.dtype), weight))
 
 
+def inputs_of(batch: MicroBatch) -> MicroBatch:
+    """What the model reads of a micro-batch; the root would copy all else to its device, in its type."""
+    return {
+        "tokens": batch["tokens"],
+        "position_ids": batch["position_ids"],
+        "packed_seq_params": batch["packed_seq_params"],
+    }
+
+
 def build_policy(args: Args, mesh: DeviceMesh) -> Policy:
     """Return the model of --hf-checkpoint, sharded over a mesh and empty (collective).
 
     Args:
-        args: `hf_checkpoint`, `attn_implementation`, `recompute_granularity`, `params_dtype`, the `fsdp_` flags.
+        args: `hf_checkpoint`, `attn_implementation`, `recompute_granularity`, `params_dtype`, `fsdp_` flags.
         mesh: of `make_mesh`.
 
     Raises:
@@ -141,6 +214,11 @@ def build_policy(args: Args, mesh: DeviceMesh) -> Policy:
         dtype = getattr(torch, args.params_dtype)
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     layers = decoder_layers(hf)
+    if args.fsdp_compile:
+        for layer in layers:
+            layer.forward = compiled(layer.forward, dynamic=True)
+    elif accelerator.kind() == "cuda":
+        use_kernels(hf)
     for layer in layers:
         fully_shard(layer, **options)
     fully_shard(policy, **options)
@@ -228,123 +306,3 @@ def make_mesh(args: Args) -> DeviceMesh:
     if copies == 1:
         return init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
     return init_device_mesh(kind, (copies, world // copies), mesh_dim_names=("replicate", "shard"))
-
-
-# ---- weights in and out, by the names of HF checkpoints
-
-
-def named_parameters(policy: Policy) -> list[tuple[str, torch.Tensor]]:
-    """(name in transformers' model, parameter) of each parameter, a tied one once; all are sharded."""
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after a pass without gradients the root's are whole, and other tensors
-    return [(name.removeprefix("hf."), parameter) for name, parameter in policy.named_parameters()]
-
-
-def fixed_tensors(policy: Policy) -> list[tuple[str, torch.Tensor]]:
-    """(name in transformers' model, buffer) of what checkpoints hold and no gradient changes: biases of routers."""
-    return [
-        (f"{prefix}.{name}".removeprefix("hf."), buffer)
-        for prefix, module in policy.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    ]
-
-
-def load_hf(policy: Policy, path: str) -> None:
-    """Fill parameters and fixed tensors from an HF directory; each rank reads the rows of its own shards.
-
-    A critic's head keeps what it has.
-
-    Raises:
-        UsageError: the directory lacks a tensor of the model, or has it in another shape.
-    """
-    reader = SafetensorsReader(path)
-    names = set(reader.names())
-    for name, parameter in [*named_parameters(policy), *fixed_tensors(policy)]:
-        if name.startswith(HEAD):
-            continue
-        local, first = local_rows(parameter)
-        rows = (first, first + len(local))
-        if is_fused(name) and name not in names:
-            singles = single_names(name, parameter.shape[0])
-            width = len(singles) // parameter.shape[0]
-            experts = [singles[number * width : (number + 1) * width] for number in range(*rows)]
-            found = [torch.cat([reader.get(single) for single in of_expert]) for of_expert in experts]
-            value = torch.stack(found) if found else local
-        elif name in names:
-            value = reader.get_rows(name, *rows)
-        else:
-            raise UsageError(
-                f"{path} has no tensor {name}, which transformers' model of --hf-checkpoint needs; give a checkpoint "
-                "with transformers' names, or use --train-backend megatron."
-            )
-        if value.shape != local.shape:
-            raise UsageError(
-                f"{path}: {name} has the shape {tuple(value.shape)} here, the model {tuple(local.shape)}."
-            )
-        with torch.no_grad():
-            local.copy_(value)
-
-
-def local_rows(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """This rank's rows of a parameter (a live view), and the number of the first."""
-    if not isinstance(parameter, DTensor):
-        return parameter.data, 0
-    mesh = parameter.device_mesh
-    rows = -(-parameter.shape[0] // mesh.size(mesh.ndim - 1))
-    first = min(rows * mesh.get_local_rank(mesh.ndim - 1), parameter.shape[0])
-    return parameter.to_local().data, first
-
-
-class WeightSource:
-    """The full tensors of a policy, for engines and HF files (`hf_weight_iterator.iter_hf_buckets`).
-
-    Args:
-        policy: whose.
-        dtype: in which they are given, that of the engines.
-    """
-
-    def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
-        self.policy, self.dtype = policy, dtype
-
-    @torch.no_grad()
-    def full_tensors(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Yield the HF tensors of each parameter, gathered over the ranks, and the fixed tensors (collective)."""
-        waiting: list[tuple[str, torch.Tensor]] = []
-        num_bytes = 0
-        for name, parameter in named_parameters(self.policy):
-            size = parameter.numel() * self.dtype.itemsize
-            if waiting and num_bytes + size > GATHER_BYTES:
-                yield from map(as_hf, gathered(waiting))
-                waiting, num_bytes = [], 0
-            waiting.append((name, parameter.detach().to(self.dtype)))
-            num_bytes += size
-        yield from map(as_hf, gathered(waiting))
-        yield from ([(name, tensor)] for name, tensor in fixed_tensors(self.policy))
-
-
-def gathered(shards: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """(name, full tensor) of sharded parameters; all gathers are under way at once (collective)."""
-    device = accelerator.current_device()
-    on_device = [(name, shard.to(device)) for name, shard in shards]
-    whole = [(name, _replicated(shard)) for name, shard in on_device]
-    return [(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor) for name, tensor in whole]
-
-
-def _replicated(shard: torch.Tensor) -> torch.Tensor:
-    if not isinstance(shard, DTensor):
-        return shard
-    from torch.distributed.tensor import Replicate
-
-    return shard.redistribute(placements=[Replicate()] * shard.device_mesh.ndim, async_op=True)
-
-
-def as_hf(named: tuple[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that an HF checkpoint has for one of transformers: the experts of a layer one by one."""
-    name, tensor = named
-    if not is_fused(name):
-        return [named]
-    singles = single_names(name, len(tensor))
-    width = len(singles) // len(tensor)
-    return list(zip(singles, [part for expert in tensor for part in expert.chunk(width)], strict=True))

@@ -304,6 +304,11 @@ class TrainFlags:
         True, "keep a layer's gathered parameters from its forward to its backward pass", needs=_FSDP
     )
     fsdp_forward_prefetch: bool = flag(False, "gather the next layer's parameters while a layer computes", needs=_FSDP)
+    fsdp_compile: bool = flag(
+        False,
+        "let torch.compile make the kernels of a decoder layer, instead of ours for norms and such",
+        needs=_FSDP,
+    )
     data_pad_size_multiplier: int = flag(
         128, "packed tokens of a micro-batch are padded to a multiple of this x tensor parallel size", at_least=1
     )

@@ -109,11 +109,6 @@ NOT_BUILT = (
         f"--recompute-granularity {{recompute_granularity}} is Megatron's; {FSDP} recomputes whole layers: give full.",
     ),
     Rule(
-        lambda a: a.offload_train and a.accelerator == "cuda",
-        f"--offload-train (the default with --colocate, and with a critic) is not built for {FSDP}; give "
-        "--no-offload-train, and the engines GPUs of their own, or use --train-backend megatron.",
-    ),
-    Rule(
         lambda a: (a.actor_num_nodes * a.actor_num_gpus_per_node) % a.fsdp_replicate_size,
         "--fsdp-replicate-size {fsdp_replicate_size} must divide the trainer's ranks (--actor-num-nodes "
         "{actor_num_nodes} x --actor-num-gpus-per-node {actor_num_gpus_per_node}).",

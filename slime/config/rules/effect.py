@@ -82,6 +82,7 @@ POINTLESS: tuple[Effect, ...] = (
         _ONE,
     ),
     Effect("offload_train", lambda a: not a.release_train, "with --release-train", _ONE),
+    Effect("fsdp_compile", lambda a: a.accelerator != "cpu", "with --accelerator cpu", _ONE),
     Effect(
         "rollout_num_gpus colocate",
         lambda a: not a.rollout_external_engine_addrs,

@@ -125,7 +125,7 @@ class SwiGLU(torch.autograd.Function):
         y = y.contiguous()
         ctx.save_for_backward(y)
         out = y.new_empty(y.shape[0], y.shape[1] // 2)
-        _start_forward(_grid(out), (y, out), (), (out.shape[1], BLOCK))
+        _start_forward(_grid(out), (*y.chunk(2, 1), out), (), (y.shape[1], out.shape[1], BLOCK))
         return out
 
     @staticmethod
@@ -133,8 +133,35 @@ class SwiGLU(torch.autograd.Function):
         refuse_second_derivative()
         (y,) = ctx.saved_tensors
         of_y = torch.empty_like(y)
-        _start_backward(_grid(grad), (grad.contiguous(), y, of_y), (), (grad.shape[1], BLOCK))
+        tensors = (grad.contiguous(), *y.chunk(2, 1), *of_y.chunk(2, 1))
+        _start_backward(_grid(grad), tensors, (), (y.shape[1], grad.shape[1], BLOCK))
         return of_y
+
+
+def silu_product(gate: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * linear, all [..., F] on CUDA: SwiGLU of two matrix products."""
+    width = gate.shape[-1]
+    product: torch.Tensor = _SiluProduct.apply(gate.reshape(-1, width), linear.reshape(-1, width))
+    return product.view_as(gate)
+
+
+class _SiluProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
+        gate, linear = gate.contiguous(), linear.contiguous()
+        ctx.save_for_backward(gate, linear)
+        out = torch.empty_like(gate)
+        _start_forward(_grid(out), (gate, linear, out), (), (out.shape[1], out.shape[1], BLOCK))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        refuse_second_derivative()
+        gate, linear = ctx.saved_tensors
+        of_gate, of_linear = torch.empty_like(gate), torch.empty_like(linear)
+        tensors = (grad.contiguous(), gate, linear, of_gate, of_linear)
+        _start_backward(_grid(grad), tensors, (), (grad.shape[1], grad.shape[1], BLOCK))
+        return of_gate, of_linear
 
 
 def _grid(out: torch.Tensor) -> tuple[int, int, int]:
@@ -142,28 +169,31 @@ def _grid(out: torch.Tensor) -> tuple[int, int, int]:
 
 
 @triton.jit
-def _swiglu_forward(y, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu_forward(gate, linear, out, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """STRIDE: from one row of gate to the next, and of linear."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = column < WIDTH
-    gate = tl.load(y + row * (2 * WIDTH) + column, mask=here, other=0.0).to(tl.float32)
-    linear = tl.load(y + row * (2 * WIDTH) + WIDTH + column, mask=here, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + column, (gate * tl.sigmoid(gate) * linear).to(out.dtype.element_ty), mask=here)
+    g = tl.load(gate + row * STRIDE + column, mask=here, other=0.0).to(tl.float32)
+    x = tl.load(linear + row * STRIDE + column, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (g * tl.sigmoid(g) * x).to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit
-def _swiglu_backward(grad, y, of_y, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu_backward(  # type: ignore[no-untyped-def]
+    grad, gate, linear, of_gate, of_linear, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = column < WIDTH
     of_out = tl.load(grad + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
-    first = row * (2 * WIDTH) + column
-    gate = tl.load(y + first, mask=here, other=0.0).to(tl.float32)
-    linear = tl.load(y + first + WIDTH, mask=here, other=0.0).to(tl.float32)
-    s = tl.sigmoid(gate)
-    of_gate = of_out * linear * s * (1.0 + gate * (1.0 - s))
-    tl.store(of_y + first, of_gate.to(of_y.dtype.element_ty), mask=here)
-    tl.store(of_y + first + WIDTH, (of_out * gate * s).to(of_y.dtype.element_ty), mask=here)
+    place = row * STRIDE + column
+    g = tl.load(gate + place, mask=here, other=0.0).to(tl.float32)
+    x = tl.load(linear + place, mask=here, other=0.0).to(tl.float32)
+    s = tl.sigmoid(g)
+    derivative = of_out * x * s * (1.0 + g * (1.0 - s))
+    tl.store(of_gate + place, derivative.to(of_gate.dtype.element_ty), mask=here)
+    tl.store(of_linear + place, (of_out * g * s).to(of_linear.dtype.element_ty), mask=here)
 
 
 _start_forward, _start_backward = Launcher(_swiglu_forward), Launcher(_swiglu_backward)

@@ -48,7 +48,7 @@ def apply() -> None:
             rotated = _halves(rotated)
         # the weights of latent attention have the two parts of a channel side by side
         are_paired = rotary_interleaved or multi_latent_attention
-        rotated = _rotate(rotated, cos, sin, are_paired, rotary_interleaved)
+        rotated = rotate(rotated, cos, sin, are_paired, rotary_interleaved)
         return rotated if dim == t.shape[-1] else torch.cat((rotated, t[..., dim:]), dim=-1)
 
     rope_utils._apply_rotary_pos_emb_thd = rotate_packed
@@ -69,7 +69,7 @@ def _cos_sin(
 
 
 @kernel_on_cuda("slime.backends.megatron_utils.kernels.pointwise.rotate")
-def _rotate(
+def rotate(
     t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, are_read_paired: bool, are_written_paired: bool
 ) -> torch.Tensor:
     if are_read_paired and not are_written_paired:

@@ -58,11 +58,11 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> the same shape and type."""
         eps = self.eps or torch.finfo(x.dtype).eps
-        return _rms_norm(x, self.weight, eps, self.is_zero_centered)
+        return rms_norm(x, self.weight, eps, self.is_zero_centered)
 
 
 @kernel_on_cuda("slime.backends.megatron_utils.kernels.rms_norm.rms_norm")
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool) -> torch.Tensor:
     if not is_zero_centered:
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
     # In fp32: 1 + weight has fewer digits in 16 bit than the weight.

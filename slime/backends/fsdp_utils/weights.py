@@ -1,0 +1,134 @@
+"""Weights of a sharded policy in and out, by the names of HF checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from slime.backends.fsdp_utils.model import Policy
+from slime.conversion.reader import SafetensorsReader
+from slime.utils import accelerator
+from slime.utils.errors import UsageError
+from slime.weights.names import is_fused, single_names
+
+HEAD = "value_head."
+GATHER_BYTES = 64 * 2**20
+"""Parameters are gathered this many bytes at a time, or one by one where they are larger."""
+
+
+def named_parameters(policy: Policy) -> list[tuple[str, torch.Tensor]]:
+    """(name in transformers' model, parameter) of each parameter, a tied one once; all are sharded."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a pass without gradients the root's are whole, and other tensors
+    return [(name.removeprefix("hf."), parameter) for name, parameter in policy.named_parameters()]
+
+
+def fixed_tensors(policy: Policy) -> list[tuple[str, torch.Tensor]]:
+    """(name in transformers' model, buffer) of what checkpoints hold and no gradient changes: biases of routers."""
+    return [
+        (f"{prefix}.{name}".removeprefix("hf."), buffer)
+        for prefix, module in policy.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
+def load_hf(policy: Policy, path: str) -> None:
+    """Fill parameters and fixed tensors from an HF directory; each rank reads the rows of its own shards.
+
+    A critic's head keeps what it has.
+
+    Raises:
+        UsageError: the directory lacks a tensor of the model, or has it in another shape.
+    """
+    reader = SafetensorsReader(path)
+    names = set(reader.names())
+    for name, parameter in [*named_parameters(policy), *fixed_tensors(policy)]:
+        if name.startswith(HEAD):
+            continue
+        local, first = local_rows(parameter)
+        rows = (first, first + len(local))
+        if is_fused(name) and name not in names:
+            singles = single_names(name, parameter.shape[0])
+            width = len(singles) // parameter.shape[0]
+            experts = [singles[number * width : (number + 1) * width] for number in range(*rows)]
+            found = [torch.cat([reader.get(single) for single in of_expert]) for of_expert in experts]
+            value = torch.stack(found) if found else local
+        elif name in names:
+            value = reader.get_rows(name, *rows)
+        else:
+            raise UsageError(
+                f"{path} has no tensor {name}, which transformers' model of --hf-checkpoint needs; give a checkpoint "
+                "with transformers' names, or use --train-backend megatron."
+            )
+        if value.shape != local.shape:
+            raise UsageError(
+                f"{path}: {name} has the shape {tuple(value.shape)} here, the model {tuple(local.shape)}."
+            )
+        with torch.no_grad():
+            local.copy_(value)
+
+
+def local_rows(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """This rank's rows of a parameter (a live view), and the number of the first."""
+    if not isinstance(parameter, DTensor):
+        return parameter.data, 0
+    mesh = parameter.device_mesh
+    rows = -(-parameter.shape[0] // mesh.size(mesh.ndim - 1))
+    first = min(rows * mesh.get_local_rank(mesh.ndim - 1), parameter.shape[0])
+    return parameter.to_local().data, first
+
+
+class WeightSource:
+    """The full tensors of a policy, for engines and HF files (`hf_weight_iterator.iter_hf_buckets`).
+
+    Args:
+        policy: whose.
+        dtype: in which they are given, that of the engines.
+    """
+
+    def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
+        self.policy, self.dtype = policy, dtype
+
+    @torch.no_grad()
+    def full_tensors(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield the HF tensors of each parameter, gathered over the ranks, and the fixed tensors (collective)."""
+        waiting: list[tuple[str, torch.Tensor]] = []
+        num_bytes = 0
+        for name, parameter in named_parameters(self.policy):
+            size = parameter.numel() * self.dtype.itemsize
+            if waiting and num_bytes + size > GATHER_BYTES:
+                yield from map(as_hf, gathered(waiting))
+                waiting, num_bytes = [], 0
+            waiting.append((name, parameter.detach().to(self.dtype)))
+            num_bytes += size
+        yield from map(as_hf, gathered(waiting))
+        yield from ([(name, tensor)] for name, tensor in fixed_tensors(self.policy))
+
+
+def gathered(shards: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """(name, full tensor) of sharded parameters; all gathers are under way at once (collective)."""
+    device = accelerator.current_device()
+    on_device = [(name, shard.to(device)) for name, shard in shards]
+    whole = [(name, _replicated(shard)) for name, shard in on_device]
+    return [(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor) for name, tensor in whole]
+
+
+def _replicated(shard: torch.Tensor) -> torch.Tensor:
+    if not isinstance(shard, DTensor):
+        return shard
+    return shard.redistribute(placements=[Replicate()] * shard.device_mesh.ndim, async_op=True)
+
+
+def as_hf(named: tuple[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that an HF checkpoint has for one of transformers: the experts of a layer one by one."""
+    name, tensor = named
+    if not is_fused(name):
+        return [named]
+    singles = single_names(name, len(tensor))
+    width = len(singles) // len(tensor)
+    return list(zip(singles, [part for expert in tensor for part in expert.chunk(width)], strict=True))
