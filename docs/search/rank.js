@@ -6,6 +6,7 @@
   const WEIGHT = { title: 7, keyword: 6, heading: 3, text: 1 };
   // Pages that hold nearly every word: found when nothing better is.
   const LISTS = /reference\/(flags|metrics|models|hooks|upstream_names|verl_parameters)|RESULTS|CHANGELOG|migration|STYLE|CONTRIBUTING|\/zh\//;
+  const DEFINITION = /^what (is|are) (an? |the )?[\w-]+\??$/i; // of a word: the glossary has it
   const plain = Search._performSearch;
   const stemmer = new Stemmer();
   const stems = (text) => new Set(splitQuery(text.toLowerCase()).map((word) => stemmer.stemWord(word)));
@@ -43,8 +44,10 @@
       const inText = new Set([...files(index.terms, word), ...files(index.titleterms, word)]);
       const found = pages.map((page, i) => score(page, word, inText.has(i)));
       const rarity = Math.log(1 + pages.length / Math.max(1, found.filter((value) => value).length));
-      found.forEach((value, i) => (totals[i] += rarity * value * (LISTS.test(index.docnames[i]) ? 0.3 : 1)));
+      const isMet = (value, i) => value <= WEIGHT.heading && LISTS.test(index.docnames[i]);
+      found.forEach((value, i) => (totals[i] += rarity * value * (isMet(value, i) ? 0.3 : 1)));
     }
+    if (DEFINITION.test(query)) totals[index.docnames.indexOf("docs/glossary")] *= 3;
     const best = Math.max(...totals);
     const ranked = totals
       .map((total, i) => ({ total, i }))
