@@ -63,8 +63,10 @@ TRACKERS = {
 
 # What `slime init` and `slime convert` use, so that a wheel has it, too. An editable install has the folders.
 IS_EDITABLE = any(word in sys.argv for word in ("develop", "editable_wheel"))
-TOOLS = {"tools": "tools", "tools.parts": "tools/parts"}  # under their own name: they import each other by it
-COPIED = {} if IS_EDITABLE else {"slime.template": "examples/bring_your_own_task", **TOOLS}
+# Programs are a package of slime's, so that no other package's `train` or `tools` is replaced. They run as scripts in
+# that folder, from which they import each other.
+PROGRAMS = {"slime.programs": ".", "slime.programs.tools": "tools", "slime.programs.tools.parts": "tools/parts"}
+COPIED = {} if IS_EDITABLE else {"slime.template": "examples/bring_your_own_task", **PROGRAMS}
 
 setup(
     name="slime",
@@ -77,7 +79,6 @@ setup(
     # The root itself is the source folder, so that an editable install also finds tools and examples by dotted path.
     package_dir={"": ".", **COPIED},
     packages=[*find_packages(include=["slime", "slime.*", "slime_plugins", "slime_plugins.*"]), *COPIED],
-    py_modules=["train", "train_async"],  # `slime train` runs them
     package_data={
         "slime.template": ["*"],
         "slime": ["py.typed"],

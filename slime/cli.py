@@ -25,10 +25,9 @@ from typing import Annotated, NamedTuple, NoReturn
 import typer
 
 from slime.dashboard.address import LOOPBACK, lines_for_user, listen, new_token
+from slime.processes.directories import ROOT
 from slime.processes.progress import host_memory
 
-# A checkout, or the directory of an installed package: both hold train.py.
-ROOT = Path(__file__).resolve().parents[1]
 WAYS = {
     "hf-to-megatron": "convert_hf_to_torch_dist.py",
     "megatron-to-hf": "convert_torch_dist_to_hf.py",
@@ -83,10 +82,15 @@ def runs(
 ) -> None:
     """List runs: how each stands, rollouts done, newest reward, alarms of the last rollouts."""
     from slime.dashboard.pages import overview
-    from slime.dashboard.runs import Library
+    from slime.dashboard.runs import EVENTS_FILE, METRICS_FILE, Library
 
     _check(directories)
     for run in Library(directories).runs():
+        if not any((run.directory / name).exists() for name in (METRICS_FILE, EVENTS_FILE)):
+            raise typer.BadParameter(
+                f"{run.directory} holds no run ({METRICS_FILE} or {EVENTS_FILE}), nor does a directory in it; "
+                "name the --output-dir of a run, or a directory of them"
+            )
         run.refresh()
         line = overview(run)
         done = f"{line['rollout']}/{line['num_rollout'] or '?'}"

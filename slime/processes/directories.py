@@ -27,6 +27,10 @@ from typing import IO, Any
 
 logger = logging.getLogger(__name__)
 
+_INSTALLED = Path(__file__).resolve().parents[1] / "programs"
+ROOT = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).resolve().parents[2]
+"""What holds train.py and tools/: a folder of an installed slime (setup.py copies them there), else the checkout."""
+
 METRICS_FILE = "metrics.jsonl"
 JOB_FILE = "slurm_job.json"
 _TAIL_BYTES = 1 << 18  # The end of metrics.jsonl in which the last rollout is looked for: a record has some kilobytes.

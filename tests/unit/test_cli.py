@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import runpy
 import socket
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,22 @@ def test_every_way_to_convert_has_its_tool() -> None:
     assert status == 0 and all(way in said for way in cli.WAYS)
 
 
+def test_runs_of_a_directory_without_one_is_one_error_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    status, said = invoke("runs", str(tmp_path))
+    assert status == 2 and "holds no run" in " ".join(said.split()) and "--output-dir" in said
+    assert "0/?" not in said and "Traceback" not in said
+
+
+def test_a_wheel_has_no_package_but_slimes_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, list[str]] = {}
+    monkeypatch.setattr("setuptools.setup", lambda **words: given.update(words))
+    monkeypatch.setattr(sys, "argv", ["setup.py", "bdist_wheel"])
+    runpy.run_path(str(ROOT / "setup.py"))
+    assert {name.partition(".")[0] for name in given["packages"]} == {"slime", "slime_plugins"}
+    assert "py_modules" not in given and {"slime.programs", "slime.programs.tools.parts"} <= set(given["packages"])
+
+
 def test_the_doctor_names_a_ray_that_does_not_answer_and_the_remedy(monkeypatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -106,6 +124,8 @@ def test_wheel_and_sdist_build_and_an_installed_slime_writes_a_task(tmp_path: Pa
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     assert list((tmp_path / "dist").glob("*.tar.gz"))
+    tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert tops == {"slime", "slime_plugins", "slime-0.1.0.dist-info"}
     venv.create(tmp_path / "env", system_site_packages=False, with_pip=False)
     python = tmp_path / "env/bin/python"
     target = next((tmp_path / "env/lib").glob("python*")) / "site-packages"

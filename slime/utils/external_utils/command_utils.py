@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.processes.directories import ROOT
 from slime.processes.registry import registry
 from slime.processes.wait import wait
 from slime.utils.errors import UsageError, env_flag, nearest
@@ -51,7 +52,7 @@ __all__ = [
 ]
 logger = logging.getLogger(__name__)
 
-repo_base_dir = Path(__file__).resolve().parents[3]
+repo_base_dir = ROOT
 RAY_START_S = 240.0
 """Seconds for a Ray head to start; the functions of scripts/common.sh give up by themselves before."""
 ONLY_ASKS = ("-h", "--help", "--dry-run", "--explain", "--list-unsupported", "--completion")
