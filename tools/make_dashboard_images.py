@@ -26,7 +26,15 @@ from typing import Any
 import numpy as np
 
 from slime.checkpoints.rollout_files import samples_path, trainer_path, write_tables
-from slime.observability.rollout_records.schema import PLAIN, PLAIN_TRAINER, SAMPLES, TRAINER, preview, table_of
+from slime.observability.rollout_records.schema import (
+    PLAIN,
+    PLAIN_TRAINER,
+    SAMPLES,
+    TRAINER,
+    preview,
+    table_of,
+    thumbnail,
+)
 
 ROLLOUTS, PROMPTS, PER_PROMPT, SECONDS, EVAL_EVERY = 40, 16, 8, 62.0, 10
 SIZES = {"wide": (1600, 1000), "narrow": (390, 844)}
@@ -68,7 +76,15 @@ def write_demo_run(directory: Path, begin: float, *, rate: float, flags: dict[st
     """Everything that one run writes."""
     rng = random.Random(seed)
     save = {"save": str(directory), "hf_checkpoint": str(directory.parent / "model")}
-    shown = {**flags, **save, "num_rollout": 60, "rollout_batch_size": PROMPTS, "n_samples_per_prompt": PER_PROMPT}
+    gpus = {"actor_num_nodes": 1, "actor_num_gpus_per_node": 4, "rollout_num_gpus": 4}
+    shown = {
+        **flags,
+        **save,
+        **gpus,
+        "num_rollout": 60,
+        "rollout_batch_size": PROMPTS,
+        "n_samples_per_prompt": PER_PROMPT,
+    }
     command = f"python train.py --hf-checkpoint Qwen/Qwen3-4B --prompt-data dapo.jsonl --lr {flags['lr']} --save out"
     start = {"host": socket.gethostname(), "pid": 1, "command": command, "resume": f"{command} --resume auto"}
     append(directory / "run_events.jsonl", [{"event": "start", "time": time.time(), "flags": shown, **start}])
@@ -114,6 +130,11 @@ def metrics_of(rollout: int, at: float, rate: float, rng: random.Random) -> list
         "rollout/response_len/max": min(2048.0, 1500 + 16 * rollout),
         "rollout/truncated_ratio": max(0.0, 0.004 * rollout + rng.gauss(0, 0.006)),
         "rollout/prefix_cache_hit_rate": 0.86 + rng.gauss(0, 0.01),
+        "rollout/engine_loads/running": 118 + rng.gauss(0, 4),
+        "rollout/engine_loads/queued": abs(rng.gauss(0, 3)),
+        "rollout/engine_loads/kv_use": 0.48 + 0.006 * rollout + rng.gauss(0, 0.01),
+        "rollout/engine_loads/tokens_per_s": 9200 + rng.gauss(0, 240),
+        "rollout/engine_loads/cache_hits": 0.86 + rng.gauss(0, 0.01),
         "perf/rollout_time": 0.55 * SECONDS,
         "perf/tokens_per_gpu_per_sec": 2300 + rng.gauss(0, 60),
     }
@@ -161,13 +182,22 @@ def write_samples(directory: Path, rollout: int, at: float, share: float, rng: r
     write_tables(trainer_path(folder, rollout, 0), TRAINER, [table], plain=PLAIN_TRAINER)
 
 
+def picture_of(text: str) -> Any:
+    """A note with a text on it."""
+    from PIL import Image, ImageDraw
+
+    note = Image.new("RGB", (320, 180), "#f7f1dc")
+    ImageDraw.Draw(note).text((36, 56), text, fill="#27405e", font_size=64)
+    return note
+
+
 def sample_row(number: int, group: int, at: float, rng: random.Random, *, is_right: bool) -> dict[str, Any]:
     """One sample: a question, thoughts, a tool's answer and an answer."""
     a, b = 37 + 13 * group, 58 + 7 * group
     length = rng.randint(90, 260)
     thoughts = " ".join(rng.choices(PIECES, k=length // 2))
     answer = f"So {a} + {b} is {a + b if is_right else a + b - 10}."
-    prompt = f"What is {a} + {b}? Think first, and use the calculator if you like."
+    prompt = f"What is the sum {a} + {b} on this note? Think first, and use the calculator if you like."
     calls = [{"type": "function", "function": {"name": "calculator", "arguments": {"expression": f"{a} + {b}"}}}]
     messages = [
         {"role": "system", "content": "You are a careful assistant."},
@@ -206,13 +236,13 @@ def sample_row(number: int, group: int, at: float, rng: random.Random, *, is_rig
         "removed": False,
         "end_reason": "length" if length > 252 else "done",
         "reward_is_trusted": True,
-        "images": 0,
+        "images": 1,
         "prompt_chars": len(prompt),
         "response_chars": len(thoughts),
         "prompt_preview": preview(prompt),
         "response_preview": preview(f"{thoughts} {answer}"),
         "prompt_length": 24,
-        "thumbnails": None,
+        "thumbnails": [thumbnail(picture_of(f"{a} + {b}"))],
     }
 
 

@@ -119,7 +119,7 @@ class Api:
             return answer(pages.compare_page(runs))
 
     async def _events(self, request: Request) -> Response:
-        wanted = request.query_params.get("runs", "").split(",")
+        wanted = [run_id for run_id in request.query_params.get("runs", "").split(",") if run_id]
         return StreamingResponse(self._changes(request, wanted), media_type="text/event-stream")
 
     async def _changes(self, request: Request, wanted: Sequence[str]) -> AsyncIterator[str]:
@@ -140,11 +140,11 @@ class Api:
         changed = {}
         for run_id in wanted:
             run = self._library.find(run_id)
-            if run is None:
-                continue
-            with run.lock:
-                version = (*run.version, run.status())
-            if sent.get(run_id) != version:
+            version = None  # it was moved, or removed
+            if run is not None:
+                with run.lock:
+                    version = (*run.version, run.status())
+            if sent.get(run_id, ()) != version:
                 changed[run_id] = sent[run_id] = version
         return changed
 

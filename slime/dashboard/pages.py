@@ -86,7 +86,8 @@ def run_page(run: Run) -> dict[str, Any]:
 def recent_alarms(run: Run) -> list[dict[str, Any]]:
     """Alarms of the newest rollouts, one of each name."""
     done, _ = progress(run)
-    recent = [alarm for alarm in run.series.alarms if (alarm.get("step") or 0) >= done - RECENT_ROLLOUTS]
+    alarms = run.series.alarms  # those of a lost attempt may lie ahead of where the run is now
+    recent = [alarm for alarm in alarms if done - RECENT_ROLLOUTS <= (alarm.get("step") or 0) <= done]
     newest = {alarm.get("name"): alarm for alarm in recent}
     return [alarm for alarm in newest.values() if alarm.get("state") != "ended"]
 
@@ -167,13 +168,17 @@ def metric_names(run: Run) -> dict[str, Any]:
         for name, points in sorted(run.series.points.items())
     }
     axes = AXES if run.samples_per_rollout and "rollout/response_len/mean" in metrics else AXES[:2]
-    done, _ = progress(run)
-    trained = max(
-        (max(points.step) + 1 for points in run.series.points.values() if points.step_key == STEP), default=0
-    )
+    trained, done = (furthest(run, key) for key in (STEP, "rollout/step"))
     docs = {name: asdict(row) for name in metrics if (row := describe(name)) is not None}
     per_rollout = max(1, round(trained / max(1, done)))
     return {"metrics": metrics, "docs": docs, "axes": axes, "steps_per_rollout": per_rollout}
+
+
+def furthest(run: Run, step_key: str) -> float:
+    """Return how many steps of a kind the run has ever made, in all attempts."""
+    return max(
+        (max(points.step) + 1 for points in run.series.points.values() if points.step_key == step_key), default=0
+    )
 
 
 def rollout_list(files: Iterable[SampleFile]) -> list[dict[str, Any]]:

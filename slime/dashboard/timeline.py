@@ -6,7 +6,7 @@ is what engines and trainers do: a record is written when what it tells of has e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slime.dashboard.records import Samples, parsed
@@ -21,11 +21,14 @@ LENGTH, STEP = "rollout/response_len/mean", "perf/step_time"
 
 
 def progress(run: Run) -> tuple[int, int | None]:
-    """Return (rollouts done, rollouts of the whole run or None)."""
+    """Return (rollouts done, rollouts of the whole run or None); a resumed run is where it is, not where it was."""
     steps = run.series.points.get(STEP) or run.series.points.get(LENGTH)
-    done = int(max(steps.step)) + 1 if steps else 0
+    done, time = (int(steps.step[-1]) + 1, steps.time[-1]) if steps else (0, 0.0)
     nothing: dict[str, Any] = {}
     plan = next((event for event in reversed(run.events) if event.get("event") == "plan"), nothing)
+    first, begun = plan.get("first"), plan.get("time")
+    if isinstance(first, int) and isinstance(begun, int | float) and begun > time:
+        done = first
     total = plan.get("num_rollout", run.flags.get("num_rollout"))
     return done, total if isinstance(total, int) else None
 
@@ -65,6 +68,7 @@ def time_page(run: Run) -> dict[str, Any]:
     names = run.series.points
     return {
         "lanes": {name: spans[-MOST_SPANS:] for name, spans in lanes.items()},
+        "gpus": gpus_of(run.flags),
         "steps": _steps(run),
         "idle": {
             "trainer": run.series.latest("perf/wait_time_ratio"),
@@ -77,6 +81,20 @@ def time_page(run: Run) -> dict[str, Any]:
         ]
         + [name for name in ("perf/tokens_per_gpu_per_sec", "rollout/prefix_cache_hit_rate") if name in names],
     }
+
+
+def gpus_of(flags: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many GPUs trainer and engines have; with --colocate they are the same ones.
+
+    Example:
+        >>> gpus_of({"actor_num_nodes": 2, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 4})
+        {'trainer': 16, 'engines': 4}
+    """
+    nodes, per_node, engines = (
+        flags.get(name) for name in ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus")
+    )
+    found = {"trainer": nodes * per_node} if isinstance(nodes, int) and isinstance(per_node, int) else {}
+    return found | ({"engines": engines} if isinstance(engines, int) else {})
 
 
 def _spans(run: Run, part: str) -> Iterator[Span]:

@@ -76,7 +76,8 @@ class WandbAdapter:
                 dir=str(directory),
                 mode=mode,
                 config=dict(config),
-                settings={"finish_timeout": upload_s(), "finish_timeout_raises": True},
+                # The console that it would keep is this process's, not the driver's.
+                settings={"finish_timeout": upload_s(), "finish_timeout_raises": True, "console": "off"},
             )
         run.keep(self.run.id)
         for step_metric in sorted(set(STEP_METRICS.values())):

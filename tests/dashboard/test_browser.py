@@ -155,6 +155,21 @@ def test_hostile_texts_are_shown_as_texts(tmp_path: Path, visit: Any) -> None:
     tab.wait_for_function("document.querySelector('.images img')?.naturalWidth === 64")
 
 
+def test_a_run_that_is_moved_while_it_is_viewed_is_said_to_be_gone(tmp_path: Path, visit: Any) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, 3)
+    visitor = visit(tmp_path)
+    ids = visitor.tab.evaluate("fetch('api/runs').then((a) => a.json()).then((a) => a.runs.map((run) => run.id))")
+    tab = visitor.show(f"#/curves/{ids[0]}")
+    (tmp_path / "a").rename(tmp_path / "c")
+    tab.wait_for_selector("#live:has-text('/a was moved or removed')")
+    tab.reload()
+    tab.wait_for_selector("main [role=alert]")
+    assert ids[0] in tab.inner_text("main"), "another run must not be shown in its place"
+    tab.click("text=All runs")
+    tab.wait_for_selector("a:has-text('/c')")
+
+
 def test_fifty_runs_are_one_view(tmp_path: Path, visit: Any) -> None:
     for number in range(50):
         write_run(tmp_path / f"run-{number:02}", 3, flags={"lr": number})

@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -305,6 +306,24 @@ def test_a_train_step_is_found_in_its_rollout_and_restarts_are_counted(tmp_path:
     assert client.get(f"/api/runs/{run}").json()["restarts"] == 1
 
 
+def test_a_resumed_run_is_where_it_is_now_and_not_where_it_was_lost(tmp_path: Path) -> None:
+    write_run(tmp_path, 6, flags={})
+    alarm = {"step_key": "rollout/step", "time": 1.0, "rollout/step": 5, "alarm": {"name": "truncated"}}
+    resumed = time.time() + 1
+    write_lines(tmp_path / "metrics.jsonl", [alarm])
+    again = [
+        {"event": "start", "time": resumed, "flags": {}, "host": socket.gethostname(), "pid": os.getpid()},
+        {"event": "plan", "time": resumed, "first": 2, "num_rollout": 12},
+    ]
+    write_lines(tmp_path / "run_events.jsonl", again)
+    page = client_of(tmp_path).get("/api/runs").json()["runs"][0]
+    assert (page["rollout"], page["alarms"]) == (2, 0), "the alarm was raised by what was lost"
+    write_lines(tmp_path / "metrics.jsonl", records_of_rollout(2, resumed))
+    client = client_of(tmp_path)
+    page = client.get(f"/api/runs/{only_run(client)}").json()
+    assert (page["rollout"], page["num_rollout"], page["restarts"]) == (3, 12, 1)
+
+
 def test_a_bare_metrics_file_with_a_last_line_cut_short_opens(tmp_path: Path) -> None:
     write_run(tmp_path, 4)
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -336,10 +355,10 @@ def test_whoever_may_sit_elsewhere_is_told_how_to_get_there() -> None:
     assert not is_loopback("0.0.0.0") and is_loopback("::1")
 
 
-def start_view(directory: Path) -> tuple[subprocess.Popen[str], str]:
+def start_view(directory: Path, **output: Any) -> tuple[subprocess.Popen[str], str]:
     command = [sys.executable, "-m", "slime.dashboard", str(directory)]
     environment = {name: os.environ[name] for name in os.environ if name not in ("SSH_CONNECTION", "SLURM_JOB_ID")}
-    server = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, **output)
     assert server.stdout is not None
     found = re.search(r"(http://[^/]+)/\?token=(\S+)", server.stdout.readline())
     assert found
@@ -368,6 +387,25 @@ def test_the_command_serves_follows_a_run_and_stays_small(tmp_path: Path) -> Non
     finally:
         server.terminate()
         assert server.wait(10) is not None
+
+
+def test_a_full_disk_ends_no_server(tmp_path: Path) -> None:
+    write_run(tmp_path, 3)
+    with Path("/dev/full").open("w") as full:
+        server, printed = start_view(tmp_path, stderr=full)
+    url, token = printed.split()
+    host, port = url.removeprefix("http://").split(":")
+    try:
+        for _ in range(3):
+            with socket.create_connection((host, int(port)), timeout=20) as visitor:
+                visitor.sendall(b"what is no request\r\n\r\n")  # it says so in its log, which has no room
+                assert b"400" in visitor.recv(100)
+        asked = urllib.request.Request(f"{url}/api/runs", headers={"authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(asked, timeout=20) as answer:
+            assert len(json.load(answer)["runs"]) == 1
+    finally:
+        server.terminate()
+        server.wait(10)
 
 
 @pytest.mark.parametrize("port", ["99999", "-1"])

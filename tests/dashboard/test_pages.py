@@ -67,6 +67,12 @@ def test_without_events_engines_and_trainer_are_drawn_from_metrics(tmp_path: Pat
     assert page["steps"]["actor_train"]["y"] == pytest.approx([6.0] * 3)
 
 
+def test_lanes_say_how_many_gpus_they_are_of(tmp_path: Path) -> None:
+    flags = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 4}
+    client = client_of(write_run(tmp_path, 2, flags=flags))
+    assert client.get(f"/api/runs/{only_run(client)}/time").json()["gpus"] == {"trainer": 2 * 8, "engines": 4}
+
+
 def test_samples_have_lanes_in_the_order_in_which_they_began(tmp_path: Path) -> None:
     write_run(tmp_path, 1)
     rows = sample_rows(0, 3, tokens=8, random_=random.Random(0))

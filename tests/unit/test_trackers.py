@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from slime.checkpoints.paths import TRACKER_FILE
@@ -225,6 +227,7 @@ def test_a_writer_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path: 
     log_steps(args, range(3))
     until(lambda: steps_in(tmp_path) == [0, 1, 2])
     first = running.pid
+    assert psutil.Process(first).nice() == psutil.Process().nice() + 5, "it stands behind the run"
     os.kill(first, signal.SIGKILL)
     log_steps(args, range(3, 6))
     until(lambda: running.pid != first and steps_in(tmp_path)[-1] == 5)
@@ -369,10 +372,51 @@ def test_every_library_has_the_whole_run_after_its_process_was_stopped_and_kille
         assert state.count_left(tmp_path, name) == 0, name
     assert set(tensorboard_points(tmp_path / "tb", "train/loss")) == points
     assert set(trackio_points(tmp_path.name, "train/loss")) == points
-    place = state.read_place(tmp_path, "mlflow")
+    assert set(mlflow_points_of_files(tmp_path)) == points, "all in the run that it had"
+
+
+def mlflow_points_of_files(directory: Path) -> list[tuple[int, float]]:
+    place = state.read_place(directory, "mlflow")
     assert place is not None and place.run is not None
-    lines = next((tmp_path / "mlruns").rglob(f"{place.run}/metrics/train/loss")).read_text().splitlines()
-    assert {(int(line.split()[2]), float(line.split()[1])) for line in lines} == points, "all in the run that it had"
+    lines = next((directory / "mlruns").rglob(f"{place.run}/metrics/train/loss")).read_text().splitlines()
+    return [(int(line.split()[2]), float(line.split()[1])) for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_disk_that_is_slow_for_every_library_slows_no_record_and_loses_none(tmp_path: Path, monkeypatch, caplog):
+    """Each write of the libraries, in all of their processes, takes 50 ms longer."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace makes a disk slow: apt-get install strace")
+    args = args_of_every_library(tmp_path, monkeypatch)
+    init_tracking(args)
+    running = logging_utils._tracking.writer
+    assert running is not None
+    names = (*NAMES, "wandb", "tensorboard")
+    log_steps(args, range(1))
+    until(lambda: all(state.count_left(tmp_path, name) == 0 for name in names), 300.0)
+    processes = [running.pid, *(child.pid for child in psutil.Process(running.pid).children(recursive=True))]
+    calls = "write,pwrite64,fsync,fdatasync"
+    slow = ["strace", "-f", "-qq", "-e", f"trace={calls}", "-e", f"inject={calls}:delay_exit=50000"]
+    slow += [word for pid in processes for word in ("-p", str(pid))]
+    with (tmp_path / "strace.txt").open("wb") as traced, subprocess.Popen(slow, stderr=traced) as strace:
+        until(lambda: "TracerPid:\t0" not in Path(f"/proc/{running.pid}/status").read_text())
+        begun = time.monotonic()
+        log_steps(args, range(1, 101))
+        assert time.monotonic() - begun < 5, "the run waits for no tracker"
+        finish_tracking()
+        strace.terminate()
+    slowed = {line.split()[0] for line in (tmp_path / "strace.txt").read_text().splitlines() if "DELAYED" in line}
+    assert len(slowed) > len(NAMES), "threads of several libraries wrote slowly"
+    left = {name: state.count_left(tmp_path, name) for name in names}
+    said = [record.getMessage() for record in caplog.records if " lacks " in record.getMessage()]
+    assert all(any(f"{name} lacks {count} lines" in text for text in said) for name, count in left.items() if count)
+    deliver = [sys.executable, "-m", client.MODULE, str(tmp_path)]
+    subprocess.run(deliver, check=True, timeout=300, cwd=Path(__file__).parents[2])
+    points = {(step, step / 2) for step in range(101)}
+    assert set(tensorboard_points(tmp_path / "tb", "train/loss")) == points
+    assert set(mlflow_points_of_files(tmp_path)) == points
+    assert set(trackio_points(tmp_path.name, "train/loss")) == points
 
 
 FULL_DISK = """

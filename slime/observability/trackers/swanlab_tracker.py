@@ -40,6 +40,8 @@ class SwanlabTracker:
             resume="allow" if known else None,
             reinit=True,
             log_dir=directory,
+            # It would look ten times a second for what this process has printed, which is not the run's console.
+            settings=swanlab.Settings(terminal=swanlab.Settings.Terminal(proxy_type="none")),
             config={key: _plain(value) for key, value in config.items()},
         )
         run.keep(str(self._run.id))

@@ -17,7 +17,7 @@ export function ofRun(id, rest = "") {
   return `runs/${encodeURIComponent(id)}${rest}`;
 }
 
-/** Follow runs: `onchange(id, version)` when one has changed, `onstate(isConnected)`. Returns a function that ends it. */
+/** Follow runs: `onchange(id, version)` when one has changed (null: it is gone), `onstate(isConnected)`. Returns a function that ends it. */
 export function follow(ids, onchange, onstate) {
   const source = new EventSource(`api/events?runs=${ids.map(encodeURIComponent).join(",")}`);
   const seen = new Set();
@@ -25,7 +25,7 @@ export function follow(ids, onchange, onstate) {
   source.onerror = () => onstate(false);
   source.onmessage = (event) => {
     const { run, version } = JSON.parse(event.data);
-    if (seen.has(run)) onchange(run, version); // the first line of each only says how it stands
+    if (seen.has(run) || version === null) onchange(run, version); // the first line of each only says how it stands
     seen.add(run);
   };
   return () => source.close();

@@ -44,8 +44,9 @@ async function show() {
 async function open(where, order) {
   if (!where.name && known.length === 1) where = { ...where, name: "run", id: known[0].id };
   if (!PAGES[where.name]) where = { ...where, name: "runs", id: undefined };
-  const current = known.find(({ id }) => id === where.id) ?? (where.name === "runs" ? undefined : known[0]);
+  const current = where.id ? known.find(({ id }) => id === where.id) : where.name === "runs" ? undefined : known[0];
   drawHeader(where.name, current);
+  if (where.id && !current) return fill(MAIN, h("p", { class: "empty", role: "alert" }, `There is no run ${where.id} in these directories: it was moved or removed. `, h("a", { href: "#/runs" }, "All runs")));
   if (!current && where.name !== "runs") return fill(MAIN, h("p", { class: "empty" }, "There is no run in these directories yet."));
   document.title = `${current ? `${current.name} · ` : ""}${where.name} · slime`;
   const root = h("div");
@@ -93,6 +94,10 @@ function listen(ids) {
   let waiting = null;
   const changed = new Map();
   const end = follow(ids.slice(0, 100), (id, version) => {
+    const { name } = known.find((run) => run.id === id) ?? { name: id };
+    live.className = version ? "on" : "";
+    live.textContent = version ? "live" : `${name} was moved or removed`;
+    if (!version) return;
     changed.set(id, version);
     waiting ??= setTimeout(() => {
       waiting = null;

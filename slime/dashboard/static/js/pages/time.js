@@ -47,7 +47,7 @@ function lanes(page, state) {
 function lanesBlock(page, state, known) {
   if (!known) return h("div", { class: "gantt-block" }, lanes(page, state)[1]);
   const { shown, begin, end, used, now } = known;
-  return h("div", { class: "gantt-block" }, legend(used), shown.map(([name, spans]) => h("div", { class: "lane" }, h("span", { class: "muted small" }, name), gantt(spans, { begin, end, now, go: (rollout) => state.go("rollouts", state.run.id, String(rollout).padStart(5, "0")) }))), ruler(begin, end));
+  return h("div", { class: "gantt-block" }, legend(used), shown.map(([name, spans]) => h("div", { class: "lane" }, h("span", { class: "muted small" }, name, page.gpus[name] ? [h("br"), `${page.gpus[name]} GPU${page.gpus[name] > 1 ? "s" : ""}`] : ""), gantt(spans, { begin, end, now, go: (rollout) => state.go("rollouts", state.run.id, String(rollout).padStart(5, "0")) }))), ruler(begin, end));
 }
 
 function legend(names) {
