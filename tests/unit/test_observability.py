@@ -303,7 +303,9 @@ def finish_with_a_stopped_service(args: Namespace) -> tuple[str, str]:
 
 
 def test_wandb_is_given_a_deadline_for_its_uploads(wandb_asked, monkeypatch: pytest.MonkeyPatch):
-    assert wandb_asked()[1]["settings"] == {"finish_timeout": 300.0, "finish_timeout_raises": True}
+    asked = wandb_asked()[1]["settings"]
+    assert (asked["finish_timeout"], asked["finish_timeout_raises"]) == (300.0, True)
+    assert asked["console"] == "off", "it would be that of the trackers' process"
     monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "20")
     assert wandb_asked()[1]["settings"]["finish_timeout"] == 20.0, "that of the user's"
     for given in ("soon", "0", "inf"):

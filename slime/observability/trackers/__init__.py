@@ -9,6 +9,7 @@ gets its own. The answers are those of the same prompts at every evaluation, so 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 FILE = "trackers.json"
 EVAL_SAMPLES_FILE = "eval_samples.jsonl"
 ALARM_KEY = "alarm"
+ROOM = 1 << 20  # bytes
 
 
 class TrackerRuns:
@@ -147,6 +149,17 @@ def trackers_of(args: Args) -> list[str]:
     """Names of the trackers that the flags ask for."""
     asked = [name for name in ("wandb", "tensorboard") if vars(args)[f"use_{name}"]]
     return list(dict.fromkeys([*asked, *(name for name in args.tracker if name != "jsonl")]))
+
+
+def need_room(directory: str | Path) -> None:
+    """Check that a file system has room: a library that writes from a thread of its own tells nobody of a full one.
+
+    Raises:
+        OSError: it is full, or there is no such directory.
+    """
+    found = os.statvfs(directory)
+    if found.f_bavail * found.f_frsize < ROOM:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
 
 
 def make_tracker(name: str, args: Args) -> Tracker:

@@ -48,7 +48,9 @@ class MlflowTracker:
             uri = (run.directory / "mlruns").resolve().as_uri()
         client = MlflowClient(tracking_uri=uri)
         if run.known is not None:
-            client.update_run(run.known, status="RUNNING")
+            # A file store empties the run's own file when the disk is full: it is written where there is a reason.
+            if client.get_run(run.known).info.status != "RUNNING":
+                client.update_run(run.known, status="RUNNING")
             self._client, self._run_id = client, run.known
             return f"{uri}, run {run.known}"
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "slime")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.config.args import Args
-from slime.observability.trackers import EvalSample, Step, TrackedRun, alarm_text, text_of
+from slime.observability.trackers import EvalSample, Step, TrackedRun, alarm_text, need_room, text_of
 
 
 class SwanlabTracker:
@@ -19,6 +19,7 @@ class SwanlabTracker:
 
     def __init__(self, args: Args) -> None:
         self._run: Any = None
+        self._directory = ""
 
     def open(self, config: Mapping[str, Any], run: TrackedRun) -> str | None:
         """Begin the run, or go on with it.
@@ -31,6 +32,8 @@ class SwanlabTracker:
         mode = os.environ.get("SWANLAB_MODE", "online")
         directory = os.environ.get("SWANLAB_LOG_DIR", str(run.directory / "swanlog"))
         os.makedirs(directory, exist_ok=True)
+        need_room(directory)
+        self._directory = directory
         known = run.known if mode == "online" else None  # without a server there is no run to go on with
         self._run = swanlab.init(
             project=os.environ.get("SWANLAB_PROJ_NAME", "slime"),
@@ -48,7 +51,12 @@ class SwanlabTracker:
         return f"{mode}, {self._run.url if mode == 'online' else directory}"
 
     def log(self, metrics: Mapping[str, float], step: Step) -> None:
-        """Write a record."""
+        """Write a record.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        need_room(self._directory)
         self._run.log({name: value for name, value in metrics.items() if name != step.key}, step=step.number)
 
     def log_samples(self, samples: Sequence[EvalSample], step: Step) -> None:

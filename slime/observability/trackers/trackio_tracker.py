@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from slime.config.args import Args
-from slime.observability.trackers import EvalSample, Step, TrackedRun, alarm_text, text_of
+from slime.observability.trackers import EvalSample, Step, TrackedRun, alarm_text, need_room, text_of
 
 
 class TrackioTracker:
@@ -18,6 +19,7 @@ class TrackioTracker:
 
     def __init__(self, args: Args) -> None:
         self._run: Any = None
+        self._directory = Path()
 
     def open(self, config: Mapping[str, Any], run: TrackedRun) -> str | None:
         """Begin the run, or go on with it.
@@ -26,7 +28,11 @@ class TrackioTracker:
             ImportError: trackio is not installed.
         """
         import trackio
+        from trackio.utils import TRACKIO_DIR
 
+        TRACKIO_DIR.mkdir(parents=True, exist_ok=True)
+        need_room(TRACKIO_DIR)
+        self._directory = TRACKIO_DIR
         project, name = os.environ.get("TRACKIO_PROJECT", "slime"), run.known or run.name
         self._run = trackio.init(
             project=project,
@@ -41,7 +47,12 @@ class TrackioTracker:
         return f"trackio show --project {project}"
 
     def log(self, metrics: Mapping[str, float], step: Step) -> None:
-        """Write a record."""
+        """Write a record.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        need_room(self._directory)
         self._run.log(dict(metrics), step=step.number)
 
     def log_samples(self, samples: Sequence[EvalSample], step: Step) -> None:
