@@ -18,14 +18,16 @@ from typing import Any
 
 from aiohttp import web
 
+from slime.agent import mcp_endpoint
 from slime.agent.adapters.anthropic import AnthropicAdapter
 from slime.agent.adapters.common import ENGINE_TIMEOUT_S, MAX_BODY_BYTES, PING_INTERVAL_S
 from slime.agent.adapters.guarded import RESUBMIT_S, Guarded
 from slime.agent.adapters.openai import OpenAIAdapter
 from slime.agent.adapters.session import Budget, KeyedSession, Session
 from slime.agent.adapters.sessions import Sessions, quiet_collector
-from slime.agent.adapters.wire import Refused, model_list
+from slime.agent.adapters.wire import Refused, json_answer, model_list
 from slime.agent.aiohttp_threaded import AppHandle, FilteredAccessLogger, run_app_in_thread
+from slime.agent.mcp_endpoint import McpEndpoint
 from slime.agent.parsing import parser_names
 from slime.config.args import Args
 from slime.processes.wait import wait_async
@@ -102,7 +104,10 @@ class Gateway:
             protocol.gateway = self
             for prefix in protocol.prefixes:
                 protocol.add_routes(self.app, prefix)
+            self._protocol = protocol
+        self.mcp: McpEndpoint | None = None
         for prefix in Guarded.prefixes:
+            self.app.router.add_post(prefix + mcp_endpoint.PATH, self._mcp)
             self.app.router.add_get(f"{prefix}/healthz", self._health)
             self.app.router.add_get(f"{prefix}/v1/models", self._models)
             self.app.router.add_get(f"{prefix}/v1/models/{{model:.*}}", self._models)
@@ -168,9 +173,9 @@ class Gateway:
         return self.sessions.open(None, session)
 
     def end_reason(self, key: str) -> str | None:
-        """What has ended an open session: "max_turns", "length", "budget", "transport", "aborted"; None if nothing."""
+        """What has ended an open session, one of `slime.utils.types.END_REASONS`; None if nothing."""
         session = self.sessions.store.get(key)
-        return session.end_reason if session else None
+        return _end_reason(session) if session else None
 
     async def finish_session(
         self,
@@ -195,10 +200,13 @@ class Gateway:
         samples = await self.sessions.finish(
             key, base_sample=base_sample, reward=reward, extra_metadata=extra_metadata
         )
+        reason = _end_reason(session)
         for sample in samples:
-            sample.status = _STATUS_OF.get(session.end_reason or "", sample.status)
-            sample.end_reason = session.end_reason or _REASON_OF.get(sample.status, "done")
-            sample.reward_is_trusted = session.end_reason != "transport"
+            sample.status = _STATUS_OF.get(reason or "", sample.status)
+            sample.end_reason = reason or _REASON_OF.get(sample.status, "done")
+            sample.reward_is_trusted = reason not in ("transport", "env_error")
+            if isinstance(session, KeyedSession):
+                sample.metadata |= session.tool_calls.metadata
             sample.metadata["agent"]["evaluation"] = session.evaluation
         if session.evaluation:
             counts = (session.num_turns, session.num_tokens, session.end_reason or "done", reward)
@@ -225,6 +233,18 @@ class Gateway:
             session.end_reason = "aborted"
             raise Refused("the rollout has ended", 503, "api_error", code="rollout_ended", may_retry=False)
         await wait_async("the abort of a rollout to end", self.engine_timeout_s, is_over, interval_s=RESUBMIT_S)
+
+    async def _mcp(self, request: web.Request) -> web.Response:
+        """Answer a message of an agent's MCP client."""
+        try:
+            session = self.sessions.of_client(self._protocol.key_of(request))
+            if self.mcp is None or not isinstance(session, KeyedSession):
+                raise Refused("this run has no MCP servers (mcp of --custom-config-path)", 404, "not_found_error")
+            message = await self._protocol.read_json(request)
+        except Refused as error:
+            return error.response()
+        answer = await self.mcp.answer(message, sample=session.tool_calls, on_failure=session.lose_tools)
+        return web.Response(status=202) if answer is None else json_answer(answer)
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.json_response({"ok": True, "sessions": len(self.sessions.store)})
@@ -267,3 +287,7 @@ async def shared_gateway(args: Args) -> Gateway:
         UsageError: the port is taken.
     """
     return _Shared(args).gateway
+
+
+def _end_reason(session: Session) -> str | None:
+    return "env_error" if isinstance(session, KeyedSession) and session.tool_failure else session.end_reason

@@ -24,6 +24,7 @@ from typing import Any
 
 from slime.agent.gateway import Budget, Gateway, shared_gateway
 from slime.agent.harness import BaseHarness, make_harness
+from slime.agent.mcp_endpoint import McpEndpoint
 from slime.agent.sandbox import EXIT_TIME_BUDGET_EXCEEDED, GatewayAccess, make_sandbox
 from slime.agent.sandbox.grading import Grade, Task, grade_command, grade_tests, prepare, take_diff
 from slime.agent.sandbox.results import SandboxError
@@ -119,7 +120,7 @@ class Execution:
         self.places = Places(settings.at_a_time)
         self.seconds = settings.budgets.seconds or AGENT_S
         self.max_context_tokens, self.key = 0, ""
-        self.has_reward_key = False
+        self.has_reward_key = self.offers_tools = False
 
     @functools.cached_property
     def harness(self) -> BaseHarness:
@@ -141,6 +142,7 @@ class Execution:
     async def run(self) -> Sample | list[Sample]:
         """Run it, and make its samples."""
         budgets, gateway = self.settings.budgets, await self.gateway()
+        await self._offer_tools(gateway)
         self.key = gateway.open_session(
             sampling=self.sampling,
             max_context_tokens=self.max_context_tokens,
@@ -155,6 +157,14 @@ class Execution:
             return await self._samples(gateway, outcome)
         finally:
             await gateway.drop_session(self.key)
+
+    async def _offer_tools(self, gateway: Gateway) -> None:
+        """Connect the MCP servers of the run for its agents, at the first execution."""
+        if gateway.mcp is None:
+            gateway.mcp = await McpEndpoint.of(self.args)
+            if gateway.mcp and not self.settings.is_program and not self.harness.takes_tools:
+                logger.warning("mcp of --custom-config-path has no effect: %s uses no tools of MCP", self.harness.name)
+        self.offers_tools = gateway.mcp is not None
 
     async def _until_aborted(self, work: Any) -> Outcome | None:
         """The outcome; None where the rollout ended first. Then agent and sandbox have ended, too."""
@@ -226,6 +236,7 @@ class Execution:
                 adapter_url=access.inside_url if where.opens_port else access.url,
                 time_budget_sec=self.seconds,
                 prompt=task.prompt,
+                **({"offers_tools": True} if self.offers_tools else {}),
             )
             try:
                 return await self.diff(sandbox, task, base)

@@ -1,4 +1,4 @@
-"""`mcp: [...]` in the file of --custom-config-path: servers whose tools slime.rollout.multi_turn offers the model.
+"""`mcp: [...]` in the file of --custom-config-path: servers whose tools multi-turn runs offer the model, and agents.
 
 They are checked before anything starts; what tools a server has, only a connection says (slime.rollout.mcp_tools).
 """
@@ -19,7 +19,7 @@ from slime.config.custom_config import FLAG
 from slime.utils.errors import UsageError
 from slime.utils.files.yaml_config import LocatedYaml, load_yaml, validate
 
-_MULTI_TURN = "slime.rollout.multi_turn"
+_USERS = ("slime.rollout.multi_turn", "slime.agent")
 
 
 class McpServer(BaseModel):
@@ -110,13 +110,13 @@ def mcp_servers(args: Args, located: LocatedYaml | None = None) -> list[McpServe
 
 
 def check_mcp(args: Args, generate_paths: Iterable[str | None]) -> Iterator[str]:
-    """The servers that slime.rollout.multi_turn is to connect to can be used on this machine, as far as can be told.
+    """The servers that a run is to connect to can be used on this machine, as far as can be told.
 
     Args:
         args: with what the file of --custom-config-path sets.
         generate_paths: the run's custom generate functions.
     """
-    if vars(args).get("mcp") is None or not any(path and path.startswith(_MULTI_TURN) for path in generate_paths):
+    if vars(args).get("mcp") is None or not any(path and path.startswith(_USERS) for path in generate_paths):
         return
     located = load_yaml(args.custom_config_path, FLAG) if args.custom_config_path else None
     try:

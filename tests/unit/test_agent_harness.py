@@ -223,7 +223,7 @@ def test_the_scripted_agent_tells_the_model_what_went_wrong(tmp_path: Path) -> N
     options = argparse.Namespace(tool_timeout=0.2, max_output=10)
 
     def tool(name: str, **arguments: Any) -> str:
-        return scripted_agent.run_tool(name, arguments, options)
+        return scripted_agent.run_tool(name, arguments, options, scripted_agent.Remote(""))
 
     assert tool("bash") == "error: there is no tool 'bash', only shell, write_file"
     assert tool("shell", command=1) == "error: shell needs the text 'command'"

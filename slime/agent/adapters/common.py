@@ -224,7 +224,12 @@ class BaseAdapter:
     async def _fail(self, request: web.Request, error: Refused) -> web.StreamResponse:
         return await send_events(request, [("error", error.body)]) if has_begun(request) else error.response()
 
-    async def _read_body(self, request: web.Request) -> dict[str, Any]:
+    async def read_json(self, request: web.Request) -> Any:
+        """The body of a request.
+
+        Raises:
+            Refused: it is too long, broken off, or no JSON.
+        """
         try:
             data = await request.read()
         except web.HTTPRequestEntityTooLarge:
@@ -233,9 +238,12 @@ class BaseAdapter:
         except web.RequestPayloadError as error:
             raise BadRequest(f"the body cannot be read: {error}") from None
         try:
-            body = _loads(data)
+            return _loads(data)
         except (ValueError, RecursionError) as error:
             raise BadRequest(f"the body is no JSON: {error}") from None
+
+    async def _read_body(self, request: web.Request) -> dict[str, Any]:
+        body = await self.read_json(request)
         if not isinstance(body, dict):
             raise BadRequest(f"the body must be a JSON object, not a {type(body).__name__}")
         if body.get("n") not in (None, 1):

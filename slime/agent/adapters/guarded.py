@@ -53,7 +53,7 @@ class Guarded(BaseAdapter):
     prefixes: ClassVar[tuple[str, ...]] = ("", "/s/{key}")
 
     async def _read_body(self, request: web.Request) -> dict[str, Any]:
-        key = self._key(request)  # before the body of somebody unknown is read
+        key = self.key_of(request)  # before the body of somebody unknown is read
         body = await super()._read_body(request)
         session = self.store.get(key)
         seen = session.seen if isinstance(session, KeyedSession) else Seen()
@@ -75,7 +75,12 @@ class Guarded(BaseAdapter):
             session.seen = seen
         return seen.messages, seen.tools
 
-    def _key(self, request: web.Request) -> str:
+    def key_of(self, request: web.Request) -> str:
+        """The key of an open session that a request bears.
+
+        Raises:
+            Refused: it bears none.
+        """
         named = [request.match_info.get("key"), sid_from_bearer(request), header(request, "X-Api-Key")]
         keys = [key for key in named if key]
         for key in keys:
@@ -87,10 +92,10 @@ class Guarded(BaseAdapter):
         raise Refused(f"the API key {what}", 401, "authentication_error", code="invalid_api_key", may_retry=False)
 
     def _session_id(self, request: web.Request, body: dict[str, Any]) -> str:
-        return self._key(request)
+        return self.key_of(request)
 
     def _admit(self, request: web.Request, body: dict[str, Any]) -> tuple[str, Session]:
-        key = self._key(request)
+        key = self.key_of(request)
         return key, self.sessions.of_client(key)
 
     async def _answer(self, request: web.Request, body: dict[str, Any], sid: str, session: Session) -> Answer:

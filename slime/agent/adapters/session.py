@@ -21,6 +21,7 @@ from slime.processes.progress import went_on
 from slime.rollout.sampling.engine_request import AFFINITY_HEADER, tokens_of
 from slime.utils.errors import HttpError, UsageError
 from slime.utils.http_utils import post
+from slime.utils.types import Sample
 
 if TYPE_CHECKING:
     from slime.agent.adapters.common import BaseAdapter
@@ -142,12 +143,20 @@ class KeyedSession(Session):
         pending: turns that no client has got, by the identity of their request.
         sent: the latest of those that were sent, with the digest of their request.
         seen: its latest request.
+        tool_calls: counts calls of MCP servers in its metadata.
+        tool_failure: why such a server is gone; then no end of the session can be trusted.
     """
 
     route: str = field(default_factory=lambda: uuid.uuid4().hex)
     pending: dict[bytes, Pending] = field(default_factory=dict)
     sent: OrderedDict[bytes, tuple[bytes, Answer]] = field(default_factory=OrderedDict)
     seen: Seen = field(default_factory=Seen)
+    tool_calls: Sample = field(default_factory=Sample)
+    tool_failure: str = ""
+
+    def lose_tools(self, why: str) -> None:
+        """Note that a server of tools is gone."""
+        self.tool_failure = why
 
     def end(self) -> None:
         """Cancel the turns whose clients have gone; called on the server's loop."""

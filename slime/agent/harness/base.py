@@ -45,12 +45,19 @@ class HarnessContext:
         session_id: key of the session, which is also the API key.
         adapter_url: of our server as the sandbox reaches it, without `/v1`.
         model_label: name of the model for the program; our server takes any.
+        offers_tools: there are tools at `mcp_url`, under the session's key.
     """
 
     workdir: str
     session_id: str
     adapter_url: str
     model_label: str = "slime-actor"
+    offers_tools: bool = False
+
+    @property
+    def mcp_url(self) -> str:
+        """Address of the run's tools for a client of MCP over HTTP."""
+        return f"{self.adapter_url}/mcp"
 
 
 class _SingletonAbc(SingletonMeta, ABCMeta):
@@ -64,11 +71,13 @@ class BaseHarness(ABC, metaclass=_SingletonAbc):
         name: in HARNESSES and messages.
         command: the program that it starts.
         env_prefix: of the environment variables that set it up.
+        takes_tools: it can use tools of MCP servers.
     """
 
     name: ClassVar[str]
     command: ClassVar[str]
     env_prefix: ClassVar[str]
+    takes_tools: ClassVar[bool] = True
 
     @abstractmethod
     async def install_cli(self, sb: Sandbox) -> None:
@@ -87,7 +96,15 @@ class BaseHarness(ABC, metaclass=_SingletonAbc):
         """Start the program and return its exit code, EXIT_TIME_BUDGET_EXCEEDED where it was killed."""
 
     async def run(
-        self, sb: Sandbox, *, workdir: str, session_id: str, adapter_url: str, time_budget_sec: float, prompt: str
+        self,
+        sb: Sandbox,
+        *,
+        workdir: str,
+        session_id: str,
+        adapter_url: str,
+        time_budget_sec: float,
+        prompt: str,
+        offers_tools: bool = False,
     ) -> int:
         """Work on a task; `install_cli` has been called.
 
@@ -97,11 +114,12 @@ class BaseHarness(ABC, metaclass=_SingletonAbc):
             adapter_url: of our server as the sandbox reaches it, without `/v1`.
             time_budget_sec: seconds after which the program is killed.
             prompt: the task.
+            offers_tools: the run has MCP servers for agents.
 
         Returns:
             The program's exit code, EXIT_TIME_BUDGET_EXCEEDED where it was killed.
         """
-        ctx = HarnessContext(workdir, session_id, adapter_url.rstrip("/"))
+        ctx = HarnessContext(workdir, session_id, adapter_url.rstrip("/"), offers_tools=offers_tools)
         await ensure_agent_user(sb, workdir)
         await self.write_config(sb, ctx)
         return await self.launch_and_wait(sb, ctx, prompt, time_budget_sec)

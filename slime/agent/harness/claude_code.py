@@ -10,6 +10,7 @@ from slime.agent.sandbox import Sandbox
 
 # Questions of a first start, which nobody would answer.
 _ANSWERED = json.dumps({"hasCompletedOnboarding": True, "bypassPermissionsModeAccepted": True})
+_TOOLS = f"{HOME}/.mcp.json"
 _OPTIONS = (
     "--permission-mode bypassPermissions --output-format stream-json --include-partial-messages --include-hook-events"
     " --verbose"
@@ -33,6 +34,9 @@ class ClaudeCodeHarness(BaseHarness):
         text = shlex.quote(_ANSWERED)
         files = f"{HOME}/.claude.json {HOME}/.claude/settings.json"
         await sb.exec(f"mkdir -p {HOME}/.claude && echo {text} | tee {files} > /dev/null", user="agent", check=True)
+        if ctx.offers_tools:
+            server = {"type": "http", "url": ctx.mcp_url, "headers": {"Authorization": f"Bearer {ctx.session_id}"}}
+            await sb.write_file(_TOOLS, json.dumps({"mcpServers": {"slime": server}}), user="agent")
 
     async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
         """Start it with the task."""
@@ -45,10 +49,11 @@ class ClaudeCodeHarness(BaseHarness):
             # It would put a text that changes into the system prompt, so that no turn continued the one before.
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         }
+        options = _OPTIONS + (f" --mcp-config {_TOOLS} --strict-mcp-config" if ctx.offers_tools else "")
         return await run_agent(
             sb,
             workdir=ctx.workdir,
-            start_cmd=f"claude -p {prompt_argument(prompt)} {_OPTIONS}{self.extra_args()}",
+            start_cmd=f"claude -p {prompt_argument(prompt)} {options}{self.extra_args()}",
             env=self.with_extra_envs(env),
             time_budget_sec=time_budget_sec,
         )

@@ -24,6 +24,11 @@ base_url = {url}
 env_key = "OPENAI_API_KEY"
 wire_api = "responses"
 """
+_TOOLS = """
+[mcp_servers.slime]
+url = {url}
+bearer_token_env_var = "OPENAI_API_KEY"
+"""
 
 
 class CodexHarness(BaseHarness):
@@ -42,7 +47,9 @@ class CodexHarness(BaseHarness):
         """Name our server as the model's provider."""
         # JSON's texts are TOML's.
         model, url = json.dumps(ctx.model_label), json.dumps(f"{ctx.adapter_url}/v1")
-        text = base64.b64encode(_CONFIG.format(model=model, url=url).encode()).decode()
+        config = _CONFIG.format(model=model, url=url)
+        config += _TOOLS.format(url=json.dumps(ctx.mcp_url)) if ctx.offers_tools else ""
+        text = base64.b64encode(config.encode()).decode()
         folder = f"{HOME}/.codex"
         write = f"mkdir -p {folder} && echo {text} | base64 -d > {folder}/config.toml"
         await sb.exec(write, user="agent", check=True)

@@ -12,6 +12,7 @@ class MiniSweAgentHarness(BaseHarness):
     name = "mini_swe_agent"
     command = "mini"
     env_prefix = "SLIME_AGENT_MINI"
+    takes_tools = False
 
     async def install_cli(self, sb: Sandbox) -> None:
         """Give the sandbox `mini`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from typing import Any
 
 from slime.agent.harness.base import HOME, BaseHarness, HarnessContext, prompt_argument, provide, run_agent
 from slime.agent.sandbox import Sandbox
@@ -29,7 +30,7 @@ class OpenCodeHarness(BaseHarness):
             "options": {"baseURL": f"{ctx.adapter_url}/v1", "apiKey": "{env:OPENAI_API_KEY}"},
             "models": {ctx.model_label: {"name": ctx.model_label, "tool_call": True}},
         }
-        config = {
+        config: dict[str, Any] = {
             "model": f"slime/{ctx.model_label}",
             "small_model": f"slime/{ctx.model_label}",
             "enabled_providers": ["slime"],
@@ -39,6 +40,9 @@ class OpenCodeHarness(BaseHarness):
             "autoupdate": False,
             "share": "disabled",
         }
+        if ctx.offers_tools:
+            headers = {"Authorization": "Bearer {env:OPENAI_API_KEY}"}
+            config["mcp"] = {"slime": {"type": "remote", "url": ctx.mcp_url, "headers": headers, "enabled": True}}
         folder = f"{HOME}/.config/opencode"
         text = shlex.quote(json.dumps(config))
         await sb.exec(f"mkdir -p {folder} && echo {text} > {folder}/opencode.json", user="agent", check=True)

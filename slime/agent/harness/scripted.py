@@ -33,6 +33,8 @@ class ScriptedHarness(BaseHarness):
     async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
         """Start it with the task as its last argument."""
         options = f"--url {shlex.quote(ctx.adapter_url)} --model {shlex.quote(ctx.model_label)}"
+        if ctx.offers_tools:
+            options += f" --mcp {shlex.quote(ctx.mcp_url)}"
         return await run_agent(
             sb,
             workdir=ctx.workdir,

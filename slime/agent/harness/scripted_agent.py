@@ -27,10 +27,37 @@ def schema(names: list[str]) -> dict[str, Any]:
     return {"type": "object", "properties": {name: {"type": "string"} for name in names}, "required": names}
 
 
-def run_tool(name: str, arguments: dict[str, Any], options: argparse.Namespace) -> str:
+class Remote:
+    """The tools of an MCP server over HTTP, as far as this agent needs the protocol."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.num_sent = url, 0
+        self.schemas: dict[str, tuple[str, dict[str, Any]]] = {}
+        if url:
+            about = {"protocolVersion": "2025-06-18", "capabilities": {}}
+            self.send("initialize", {**about, "clientInfo": {"name": "scripted", "version": "1"}})
+            tools = self.send("tools/list", {})["tools"]
+            self.schemas = {tool["name"]: (tool["description"], tool["inputSchema"]) for tool in tools}
+
+    def send(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+        """Send a message, return its result."""
+        self.num_sent += 1
+        message = {"jsonrpc": "2.0", "id": self.num_sent, "method": method, "params": params}
+        answer = post(self.url, message, 3600)
+        return answer.get("result") or {"content": [{"text": "error: " + answer["error"]["message"]}]}
+
+    def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Make a call, return what its tool says."""
+        result = self.send("tools/call", {"name": name, "arguments": arguments})
+        return "\n".join(part.get("text", "") for part in result["content"])
+
+
+def run_tool(name: str, arguments: dict[str, Any], options: argparse.Namespace, remote: Remote) -> str:
     """Run a tool; what goes wrong is told to the model."""
+    if name in remote.schemas:
+        return remote.call(name, arguments)
     if name not in TOOLS:
-        return f"error: there is no tool {name!r}, only {', '.join(TOOLS)}"
+        return f"error: there is no tool {name!r}, only {', '.join([*TOOLS, *remote.schemas])}"
     if missing := [key for key in TOOLS[name][1] if not isinstance(arguments.get(key), str)]:
         return f"error: {name} needs the text {missing[0]!r}"
     try:
@@ -59,12 +86,14 @@ class Chat:
 
     path = "/v1/chat/completions"
 
-    def __init__(self, prompt: str) -> None:
+    def __init__(self, prompt: str, remote: Remote) -> None:
+        own = {name: (text, schema(parameters)) for name, (text, parameters) in TOOLS.items()}
+        self.tools = [(name, text, parameters) for name, (text, parameters) in {**own, **remote.schemas}.items()]
         self.messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
 
     def body(self) -> dict[str, Any]:
         """Return the next request."""
-        functions = [{"name": n, "description": d, "parameters": schema(p)} for n, (d, p) in TOOLS.items()]
+        functions = [{"name": n, "description": d, "parameters": p} for n, d, p in self.tools]
         return {"messages": self.messages, "tools": [{"type": "function", "function": f} for f in functions]}
 
     def take(self, answer: dict[str, Any]) -> list[Any]:
@@ -85,9 +114,7 @@ class Responses(Chat):
     path = "/v1/responses"
 
     def body(self) -> dict[str, Any]:
-        tools = [
-            {"type": "function", "name": n, "description": d, "parameters": schema(p)} for n, (d, p) in TOOLS.items()
-        ]
+        tools = [{"type": "function", "name": n, "description": d, "parameters": p} for n, d, p in self.tools]
         return {"input": self.messages, "tools": tools}
 
     def take(self, answer: dict[str, Any]) -> list[Any]:
@@ -105,7 +132,7 @@ class Messages(Chat):
     path = "/v1/messages"
 
     def body(self) -> dict[str, Any]:
-        tools = [{"name": n, "description": d, "input_schema": schema(p)} for n, (d, p) in TOOLS.items()]
+        tools = [{"name": n, "description": d, "input_schema": p} for n, d, p in self.tools]
         return {"system": SYSTEM, "messages": self.messages[1:], "tools": tools, "max_tokens": 8192}
 
     def take(self, answer: dict[str, Any]) -> list[Any]:
@@ -120,13 +147,18 @@ class Messages(Chat):
 PROTOCOLS = {"openai": Chat, "responses": Responses, "anthropic": Messages}
 
 
-def ask(conversation: Chat, options: argparse.Namespace) -> dict[str, Any]:
-    """Send the conversation, return the answer."""
-    body = json.dumps({"model": options.model, **conversation.body()}).encode()
+def post(url: str, value: Any, timeout: float) -> Any:
+    """Send JSON to the server under the session's key, return its answer."""
     headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["SLIME_API_KEY"]}
-    request = urllib.request.Request(options.url + conversation.path, body, headers)
-    with urllib.request.urlopen(request, timeout=options.turn_timeout) as answer:  # nosec B310: our own server
+    request = urllib.request.Request(url, json.dumps(value).encode(), headers)
+    with urllib.request.urlopen(request, timeout=timeout) as answer:  # nosec B310: our own server
         return json.load(answer)
+
+
+def ask(conversation: Chat, options: argparse.Namespace) -> Any:
+    """Send the conversation, return the answer."""
+    url, body = options.url + conversation.path, conversation.body()
+    return post(url, {"model": options.model, **body}, options.turn_timeout)
 
 
 def main() -> int:
@@ -139,9 +171,11 @@ def main() -> int:
     parser.add_argument("--tool-timeout", type=float, default=60, help="seconds of a command")
     parser.add_argument("--turn-timeout", type=float, default=3600, help="seconds of an answer")
     parser.add_argument("--max-output", type=int, default=8000, help="characters of a tool's result")
+    parser.add_argument("--mcp", default="", help="address of an MCP server with more tools")
     parser.add_argument("prompt", help="the task")
     options = parser.parse_args()
-    conversation = PROTOCOLS[options.protocol](options.prompt)
+    remote = Remote(options.mcp)
+    conversation = PROTOCOLS[options.protocol](options.prompt, remote)
     for _ in range(options.max_turns):
         try:
             answer = ask(conversation, options)
@@ -152,7 +186,7 @@ def main() -> int:
         calls = conversation.take(answer)
         if not calls:
             return 0
-        results = [(call, run_tool(name, arguments, options)) for call, name, arguments in calls]
+        results = [(call, run_tool(name, arguments, options, remote)) for call, name, arguments in calls]
         print(json.dumps({"results": results}), flush=True)
         conversation.give(results)
     return 3

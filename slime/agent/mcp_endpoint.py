@@ -1,0 +1,106 @@
+"""The tools of a run's MCP servers (`mcp` in the file of --custom-config-path) for its agents: one MCP server of ours.
+
+An agent in a sandbox reaches the gateway and nothing else, so the gateway has an endpoint of the Model Context
+Protocol (POST /mcp, streamable HTTP, whole answers) under each session's key. `slime.rollout.mcp_tools` makes the
+calls, bounded in time, size and number; this module knows the protocol alone.
+
+Wait graph: a request waits for its call, which runs in the event loop of the rollout, `timeout_s` of its server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from slime.config.args import Args
+from slime.rollout.mcp_tools import McpTools
+from slime.rollout.tool_calls import EnvError, ToolCall, call_tool
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+PATH = "/mcp"
+OnFailure = Callable[[str], None]
+_VERSIONS = ("2025-06-18", "2025-03-26", "2024-11-05")
+_INVALID, _UNKNOWN_METHOD, _WRONG_PARAMS = -32600, -32601, -32602
+
+
+class McpEndpoint:
+    """Answers the messages of agents' MCP clients.
+
+    Args:
+        args: the run's.
+        tools: of its servers, connected.
+        loop: in which they were connected.
+    """
+
+    def __init__(self, args: Args, tools: McpTools, loop: asyncio.AbstractEventLoop) -> None:
+        self.args, self.tools, self.loop = args, tools, loop
+        self._functions = {schema["function"]["name"]: schema["function"] for schema in tools.schemas}
+
+    @classmethod
+    async def of(cls, args: Args) -> McpEndpoint | None:
+        """The endpoint of a run; None where it has no servers.
+
+        Raises:
+            UsageError: a server cannot be used.
+        """
+        tools = await McpTools.of(args)
+        return None if tools is None else cls(args, tools, asyncio.get_running_loop())
+
+    async def answer(self, message: Any, *, sample: Sample, on_failure: OnFailure) -> dict[str, Any] | None:
+        """The answer to one message; None where it asks for none.
+
+        Args:
+            message: JSON of a client.
+            sample: counts the session's calls in its metadata.
+            on_failure: told why, where a server is gone: what the agent does without it says nothing.
+        """
+        if not isinstance(message, dict) or not isinstance(message.get("method"), str):
+            return _error(None, _INVALID, "a message is one JSON object with a method")
+        if (number := message.get("id")) is None:
+            return None
+        method, params = message["method"], message.get("params") or {}
+        if method == "initialize":
+            asked = params.get("protocolVersion") if isinstance(params, dict) else None
+            about = {"capabilities": {"tools": {}}, "serverInfo": {"name": "slime", "version": "1"}}
+            return _result(number, {"protocolVersion": asked if asked in _VERSIONS else _VERSIONS[0], **about})
+        if method == "ping":
+            return _result(number, {})
+        if method == "tools/list":
+            return _result(number, {"tools": [_shown(function) for function in self._functions.values()]})
+        if method != "tools/call":
+            return _error(number, _UNKNOWN_METHOD, f"there is no method {method[:100]}, only tools")
+        params = params if isinstance(params, dict) else {}
+        name, arguments = str(params.get("name")), params.get("arguments")
+        if name not in self._functions:
+            return _error(number, _WRONG_PARAMS, f"no tool {name[:100]}; there is {', '.join(self._functions)}")
+        if not isinstance(arguments or {}, dict):
+            return _error(number, _WRONG_PARAMS, "arguments must be an object")
+        text, succeeded = await self._in_loop(self._call(ToolCall(name, arguments or {}), sample, on_failure))
+        return _result(number, {"content": [{"type": "text", "text": text}], "isError": not succeeded})
+
+    async def _in_loop(self, call: Coroutine[Any, Any, tuple[str, bool]]) -> tuple[str, bool]:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self.loop))
+
+    async def _call(self, call: ToolCall, sample: Sample, on_failure: OnFailure) -> tuple[str, bool]:
+        known, limit_s = list(self._functions), self.tools.timeout_s(call.name)
+        try:
+            return await call_tool(self.tools.call, self.args, sample, call, known=known, timeout_s=limit_s)
+        except (EnvError, RuntimeError) as error:  # the second: what a tool raises that is none of its own words
+            logger.warning("a tool of an agent failed: %s", error)
+            on_failure(str(error))
+            return f"error: {call.name} cannot be called any more", False
+
+
+def _shown(function: dict[str, Any]) -> dict[str, Any]:
+    return {key: function[name] for key, name in (("name",) * 2, ("description",) * 2, ("inputSchema", "parameters"))}
+
+
+def _result(number: Any, result: dict[str, Any]) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": number, "result": result}
+
+
+def _error(number: Any, code: int, message: str) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": number, "error": {"code": code, "message": message}}
