@@ -319,7 +319,8 @@ def save(picture: bytes, path: Path) -> None:
 
     image = Image.open(io.BytesIO(picture)).convert("RGB")
     for colors in (128, 64, 32, 16):
-        image.quantize(colors, dither=Image.Dither.NONE).save(path, optimize=True)
+        # Small things in colours of their own (a red dot, a swatch) must keep them.
+        image.quantize(colors, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
         if path.stat().st_size <= LARGEST:
             return
 

@@ -53,7 +53,7 @@ from slime.utils.http.api_keys import HIDDEN
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-POLL_S = 2.0
+POLL_S = 5.0  # services show a record some seconds later; each look costs the host a little
 ALIVE_S = 2.0
 CALL_S = 120.0  # the deadline of one call of a tracker
 LONGEST_PAUSE_S = 60.0
