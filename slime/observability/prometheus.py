@@ -72,6 +72,7 @@ class RunState:
         self._phases: list[tuple[str, float]] = []
         self._rollout: float | None = None
         self._num_alarms = 0
+        self._alarms: dict[str, bool] = {}
 
     def look(self) -> None:
         """Read what is new."""
@@ -81,8 +82,10 @@ class RunState:
             self._take_event(event)
 
     def _take_record(self, record: Mapping[str, Any]) -> None:
-        if record.get("step_key") == "alarm":
-            self._num_alarms += 1
+        if isinstance(alarm := record.get("alarm"), dict):
+            is_on = alarm.get("state") != "ended"
+            self._num_alarms += is_on
+            self._alarms[str(alarm.get("name", "alarm"))] = is_on
             return
         self._at[str(record.get("step_key"))] = float(record.get("time", 0.0))
         for name, value in record.items():
@@ -116,6 +119,10 @@ class RunState:
         yield phase
         yield records
         yield GaugeMetricFamily("slime_alarms", "alarms of this run", value=self._num_alarms)
+        active = GaugeMetricFamily("slime_alarm_active", "whether an alarm has begun and not ended", labels=["name"])
+        for name, is_on in self._alarms.items():
+            active.add_metric([name], is_on)
+        yield active
         if self._rollout is not None:
             yield GaugeMetricFamily("slime_rollout", "the rollout that the phase is of", value=self._rollout)
 

@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slime.config.parse import parse_args
-from slime.observability import prometheus
+from slime.observability import logging_utils, prometheus
 from tests.unit.argument_lines import base, errors, line
+from tests.unit.test_observability import make_args
 
 __all__ = ["base"]  # a fixture
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,25 @@ def test_what_the_driver_wrote_is_the_last_value_of_each_metric(tmp_path: Path):
     assert found["slime_eval_a_pass_2", "eval/a/pass@2"] == 0.75
     assert found["slime_phase_begin_seconds", "start"] == 1.0 and ("slime_phase_begin_seconds", "load") not in found
     assert found["slime_last_record_seconds", "train/step"] == 6.0 and found["slime_alarms", ""] == 1
+
+
+def test_alarms_are_counted_as_a_run_writes_them_and_say_which_still_hold(tmp_path: Path):
+    recorded = (ROOT / "tests/fixtures/metrics/stale_async.jsonl").read_text().splitlines()
+    logging_utils.init_tracking(make_args(tmp_path))
+    for record in map(json.loads, recorded):
+        step_key = record.pop("step_key")
+        logging_utils.log(make_args(tmp_path), {name: v for name, v in record.items() if name != "time"}, step_key)
+        if "perf/step_time" in record:
+            logging_utils.end_rollout(record["rollout/step"])
+    logging_utils.finish_tracking()
+    found = scrape(tmp_path)
+    names = {labels: value for (name, labels), value in found.items() if name == "slime_alarm_active"}
+    assert names["staleness"] == 1 and found["slime_alarms", ""] >= len(names) >= 3
+    write_end = {"step_key": "rollout/step", "time": 1.0, "alarm": {"name": "staleness", "state": "ended"}}
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(write_end) + "\n")
+    after = scrape(tmp_path)
+    assert after["slime_alarm_active", "staleness"] == 0 and after["slime_alarms", ""] == found["slime_alarms", ""]
 
 
 def test_a_run_without_files_has_an_endpoint(tmp_path: Path):
