@@ -35,7 +35,9 @@ def engine(tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
     running.shutdown()
 
 
-def make_engine(model: Path, log_path: Path, *, accelerator: str = "cpu", **overrides: object) -> SGLangEngine:
+def make_engine(
+    model: Path, log_path: Path, *, accelerator: str = "cpu", num_gpus: int = 1, **overrides: object
+) -> SGLangEngine:
     """A server that is not started yet, with seeded sampling."""
     args = Namespace(accelerator=accelerator, seed=1234, trust_remote_code=False, update_weights_in_flight=False)
     args.use_rollout_routing_replay = False
@@ -44,7 +46,7 @@ def make_engine(model: Path, log_path: Path, *, accelerator: str = "cpu", **over
     block = reserve_block(HOST)  # held until this process ends: nothing else takes the port meanwhile
     make_engine.blocks.append(block)  # type: ignore[attr-defined]
     place = EnginePlace(HOST, port=block[0], nccl_port=block[1], bootstrap_port=block[2], dist_init_port=block[4])
-    kwargs = build_server_args(args, EngineSpec(0, str(model), settings=settings), place)
+    kwargs = build_server_args(args, EngineSpec(0, str(model), num_gpus, settings=settings), place)
     return SGLangEngine(kwargs, rank=0, log_path=log_path, accelerator=accelerator, num_threads=1)
 
 

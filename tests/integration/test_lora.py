@@ -152,7 +152,7 @@ def check_steps(
         assert moved > 0 or ".experts." in name, name  # no token may have come to an expert
         assert (ours[name] - expected).norm() <= 1e-3 * moved, name
     trained = parameters(actor)
-    load_hf_weights(actor.args, actor.state.model, actor.args.load)
+    load_hf_weights(actor.args, actor.state.model, actor.args.hf_checkpoint)
     for name, weight in parameters(actor).items():
         assert torch.equal(weight, trained[name]), name
 
@@ -177,6 +177,18 @@ def test_adapters_are_trained_as_peft_trains_them(hf_path: Path, tmp_path: Path,
     start, log, after = reference(changes.get("lora_target_modules"))
     args = lora_args(hf_path, flags, dp_size=dp_size, **changes)
     train(args, check_steps, start, log, after, tmp_path / "out", num_rollouts=STEPS, dp_size=dp_size)
+
+
+def save_base(actor: Any, records: list[Any]) -> None:
+    actor.save_model(0)
+
+
+def test_the_base_may_be_a_megatron_checkpoint_of_another_layout(hf_path: Path, tmp_path: Path, reference: Any):
+    root = str(tmp_path / "base")
+    train(trainer_args(hf_path, FLAGS, save=root), save_base, num_rollouts=0)
+    start, log, after = reference(None)
+    args = lora_args(hf_path, "--tensor-model-parallel-size 2 --sequence-parallel", load=root, ref_load=root)
+    train(args, check_steps, start, log, after, tmp_path / "out", num_rollouts=STEPS)
 
 
 EP_2 = "--expert-model-parallel-size 2"

@@ -264,3 +264,38 @@ def test_batches_and_several_answers_to_a_prompt_do_not_keep_their_version(
         assert [answer["meta_info"]["weight_version"] for answer in answers] == ["1"] * 2
     send(ours, drawn(tiny_models[0], 61))
     wait_until_loaded(engine, {"slime-v2"})
+
+
+def test_each_request_of_a_batch_gets_what_it_names(
+    engine: SGLangEngine, updater: Callable[..., AdapterUpdater], tiny_models: tuple[Path, Path]
+) -> None:
+    """A batch may name a version, the base, and nothing, which stands for the newest version."""
+    ours = updater()
+    send(ours, drawn(tiny_models[0], 70))
+    wait_until_loaded(engine, {"slime-v1"})
+    expected = [engine.prompt_log_probs(PROMPT, adapter=name) for name in (None, BASE, "slime-v1")]
+    assert gap(expected[0], expected[1]) > 100 * TOLERANCE
+    batch: dict[str, Any] = {"input_ids": [PROMPT] * 3, "lora_path": [None, BASE, "slime-v1"], "logprob_start_len": 0}
+    batch |= {"return_logprob": True, "sampling_params": {"max_new_tokens": 1}}
+    answers = http_utils.post_sync(f"{engine.url}/generate", batch, timeout_s=120)
+    for answer, alone in zip(answers, expected, strict=True):
+        assert gap([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]], alone) <= TOLERANCE
+    send(ours, drawn(tiny_models[0], 71))
+    wait_until_loaded(engine, {"slime-v2"})
+
+
+@pytest.mark.slow
+def test_ranks_of_an_engine_each_take_their_share_of_an_adapter(
+    updater: Callable[..., AdapterUpdater], tiny_models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    rooms = {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": [*TARGETS], "max_loras_per_batch": 4}
+    cut = make_engine(tiny_models[0], tmp_path / "engine.log", **rooms, lora_backend="torch_native", num_gpus=2)
+    cut.start(deadline_s=300)
+    try:
+        ours, tensors = updater(), drawn(tiny_models[0], 80)
+        ours.connect([cut], engine_sizes=[2])
+        send(ours, tensors)
+        assert gap(cut.prompt_log_probs(PROMPT), of_peft(tiny_models[0], tensors)) <= TOLERANCE
+        assert gap(cut.prompt_log_probs(PROMPT, adapter=BASE), of_peft(tiny_models[0], None)) <= TOLERANCE
+    finally:
+        cut.shutdown()

@@ -188,16 +188,16 @@ def serve_live_adapter() -> None:
     tokenize = Manager._tokenize_one_request
 
     async def resolve_live(manager: Any, request: Any) -> None:
-        if not isinstance(request, GenerateReqInput) or not live.takes(request):
+        if not isinstance(request, GenerateReqInput) or str(request.rid).startswith("HEALTH_CHECK"):
             return await resolve(manager, request)
-        live.give_to(request)
-        given = request.lora_path
+        asked, newest = request.lora_path, live.name
+        live.give_to(request, asked)
         try:
             return await resolve(manager, request)
         except ValueError:
-            if live.name is None or given == live.name or live.name in (given or ()):
+            if live.name == newest:
                 raise
-        live.give_to(request)  # it has left between the two
+        live.give_to(request, asked)  # it has left between the two
         return await resolve(manager, request)
 
     async def wait_and_name(manager: Any, request: Any, *more: Any) -> AsyncIterator[Any]:
@@ -248,24 +248,27 @@ class LiveAdapter:
         self.name: str | None = None
         self._leaving: set[asyncio.Task[None]] = set()
 
-    def takes(self, request: Any) -> bool:
-        """Whether a request names no adapter, and is none of SGLang's own health checks; `BASE` is taken out."""
-        if request.lora_path == BASE or request.lora_path == [BASE] * len(request.lora_path or ()):
-            request.lora_path = None
-            for part in _parts_of(request):
-                part.lora_path = None
-            return False
-        named = request.lora_path if isinstance(request.lora_path, str) else any(request.lora_path or ())
-        return self.name is not None and not named and not str(request.rid).startswith("HEALTH_CHECK")
+    def give_to(self, request: Any, asked: Any) -> None:
+        """Name the adapter in a request, and in those that SGLang has made of a batch.
 
-    def give_to(self, request: Any) -> None:
-        """Name the adapter in a request, and in those that SGLang has made of a batch."""
+        Args:
+            request: which is changed.
+            asked: its `lora_path` as it came; of a batch one for all, or a list with one for each.
+        """
         if request.is_single:
-            request.lora_path = self.name
+            request.lora_path = self._chosen(asked)
             return
-        request.lora_path = [self.name] * (request.batch_size * request.parallel_sample_num)
-        for part in _parts_of(request):
-            part.lora_path = self.name
+        count = request.batch_size * request.parallel_sample_num
+        names = [self._chosen(name) for name in (asked if isinstance(asked, list) else [asked] * count)]
+        request.lora_path = names if any(names) else None
+        for number, part in vars(request).get("_sub_obj_cache", {}).items():
+            part.lora_path = names[number]
+
+    def _chosen(self, asked: str | None) -> str | None:
+        """SGLang's name of what a request asks for: the newest version without a name, none for `BASE`."""
+        if not asked:
+            return self.name
+        return None if asked == BASE else asked
 
     def noting(self, load: Callable[..., Any]) -> Callable[..., Any]:
         """SGLang's way to load, after which the version that was loaded is served, and others leave."""
@@ -303,11 +306,6 @@ class LiveAdapter:
         await manager.lora_registry._counters[lora_id].wait_for_zero()
         await manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name))
         manager.lora_ref_cache.pop(name, None)  # or SGLang would try to load it again when it is named
-
-
-def _parts_of(request: Any) -> Iterable[Any]:
-    """The requests that SGLang has made of a batch so far."""
-    return vars(request).get("_sub_obj_cache", {}).values()
 
 
 def adapter_file_problem(directory: Path) -> str | None:
