@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.update_weight.from_adapters import AdapterUpdater
-from slime.backends.sglang_utils import engine_patches
+from slime.backends.sglang_utils import cpu_standins, engine_patches
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, adapter_defaults, build_server_args
 from slime.backends.sglang_utils.weight_transfer import in_shared_memory
 from slime.checkpoints.paths import MODEL_SHAPE_FILE, TRACKER_FILE
@@ -20,6 +20,7 @@ from slime.config.megatron.lora_plan import LoraPlan
 from slime.training.micro_batches import needs_old_log_probs
 from slime.utils.errors import UsageError
 from slime.utils.misc import needed
+from slime.weights.adapters import BASE
 from tests.unit.argument_lines import Check, check, command_line
 from tests.unit.megatron_fakes import make_hf_model
 from tools.convert_torch_dist_to_hf import saved_shape
@@ -62,7 +63,6 @@ REFUSED = {
     "--lora-rank 8 --lora-target-modules q_proj v_proj": "lacks k_proj: q_proj, k_proj, v_proj are one weight",
     "--lora-rank 8 --lora-target-modules up_proj": "lacks gate_proj",
     "--lora-rank 8 --moe-router-enable-expert-bias": "--moe-router-bias-update-rate 0.001 with --lora-rank 8",
-    "--lora-rank 8 --advantage-estimator ppo": "a critic's adapters are not built",
     "--lora-rank 8 --freeze-params-name-list mlp": "--freeze-params-name-list does not go with --lora-rank 8",
     "--lora-rank 8 --only-train-params-name-list mlp": "--only-train-params-name-list does not go with --lora-rank 8",
     "--lora-rank 8 --update-weight-mode delta --update-weight-transport disk": "--update-weight-mode delta does not",
@@ -224,6 +224,7 @@ def test_an_adapter_lies_in_shared_memory_as_it_was() -> None:
 
 
 def test_an_engine_that_gives_memory_up_keeps_its_host_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_standins.install()
     from sglang.srt.utils import torch_memory_saver_adapter as saver
 
     paused = []
@@ -235,6 +236,34 @@ def test_an_engine_that_gives_memory_up_keeps_its_host_copies(monkeypatch: pytes
     engine_patches.keep_host_copies()
     saver._TorchMemorySaverAdapterReal().pause("weights")
     assert paused == [("weights", True)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        (None, ["slime-v3"] * 3),
+        (BASE, None),
+        ("slime-v2", ["slime-v2"] * 3),
+        ([None, BASE, "slime-v2"], ["slime-v3", None, "slime-v2"]),
+        ([BASE] * 3, None),
+    ],
+)
+def test_each_request_of_a_batch_gets_what_it_names(asked: Any, given: Any) -> None:
+    cpu_standins.install()
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    live = engine_patches.LiveAdapter()
+    live.name = "slime-v3"
+    batch = GenerateReqInput(input_ids=[[1, 2]] * 3, lora_path=asked)
+    batch.normalize_batch_and_arguments()
+    parts = [batch[number] for number in range(3)]
+    live.give_to(batch, batch.lora_path)
+    assert batch.lora_path == given
+    assert [part.lora_path for part in parts] == (given or [None] * 3)
+    single = GenerateReqInput(input_ids=[1, 2], lora_path=None)
+    single.normalize_batch_and_arguments()
+    live.give_to(single, single.lora_path)
+    assert single.lora_path == "slime-v3"
 
 
 def test_rank_stabilised_adapters_are_scaled_by_the_root_of_the_rank(check: Check) -> None:

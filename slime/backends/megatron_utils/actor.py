@@ -232,7 +232,7 @@ class MegatronBackend(Backend):
 
         def write_all(directory: Path) -> None:
             write_more(directory)
-            if args.lora_rank is not None:
+            if args.lora_rank is not None and not is_value_model(args):
                 save_adapter(args, state.model, directory / ADAPTER_DIR)
 
         return begin_checkpoint(

@@ -146,7 +146,6 @@ _UNPROVEN = {
     "megatron_deepgemm_forward_layers": "the forward pass in fp8 knows no adapters",
     "only_train_params_name_list": "with adapters the base is frozen as a whole",
     "freeze_params_name_list": "with adapters the base is frozen as a whole",
-    "use_critic": "a critic's adapters are not built",
     "ref_update_interval": "the reference of adapters is the base, which stays",
     "opd_teacher_load": "the trainer's teacher would take the place of the base; use --opd-type sglang",
 }

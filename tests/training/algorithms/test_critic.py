@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
 
 from slime.config.args import Args
 from slime.config.roles import parse_megatron_role_args, role_values
@@ -108,8 +109,10 @@ def check_values_of_hidden_states(args: Args, hf_path: Path) -> None:
     head.bias.data.fill_(0.25)
     share = mine(critic, shares_of(args, dp_size=1))
     tokens, lengths = share["tokens"], share["response_lengths"]
-    found = critic.values_of(share)["values"]
     hf = AutoModelForCausalLM.from_pretrained(hf_path).eval()
+    if args.lora_rank is not None:
+        hf = with_adapters(critic, hf, Path(args.save))
+    found = critic.values_of(share)["values"]
     for sample, length, values in zip(tokens, lengths, found, strict=True):
         with torch.no_grad():
             hidden = hf.model(torch.as_tensor(sample)[None].long()).last_hidden_state[0]
@@ -118,9 +121,27 @@ def check_values_of_hidden_states(args: Args, hf_path: Path) -> None:
         torch.testing.assert_close(torch.as_tensor(values), expected, rtol=1e-4, atol=1e-4)
 
 
+def with_adapters(critic: Any, hf: Any, out: Path) -> Any:
+    """Draw the critic's adapters, and give the HF model the same by PEFT."""
+    from peft import PeftModel
+
+    from slime.backends.megatron_utils.layers.lora import Adapter, save_adapter
+
+    for adapter in (module for module in critic.state.model[0].modules() if isinstance(module, Adapter)):
+        for b in adapter.lora_B:
+            b.data.normal_()
+    save_adapter(critic.args, critic.state.model, out / "adapter")
+    return PeftModel.from_pretrained(hf, str(out / "adapter")).base_model.model
+
+
 @pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2 --sequence-parallel"])
 def test_the_value_of_a_token_is_made_of_the_hidden_state_before_it(hf_path: Path, flags: str):
     in_world(ppo_args(hf_path, flags), check_values_of_hidden_states, hf_path)
+
+
+def test_adapters_of_a_critic_change_its_hidden_states_as_they_do_in_peft(hf_path: Path, tmp_path: Path):
+    args = ppo_args(hf_path, lora_rank=4, ref_load=str(hf_path), save=str(tmp_path))
+    in_world(args, check_values_of_hidden_states, hf_path)
 
 
 # ---- learning
@@ -324,7 +345,17 @@ def test_two_ranks_do_what_one_does(
     hf_path: Path, tmp_path: Path, of_one_rank: list[dict[str, float]], flags: str, dp: int
 ):
     """Gradient norms show a gradient that is summed too often or too seldom; Adam's updates would not."""
-    one, (two, _) = of_one_rank, turns(ppo_args(hf_path, flags, dp_size=dp, **UNPADDED), tmp_path / "two")
+    agree(of_one_rank, turns(ppo_args(hf_path, flags, dp_size=dp, **UNPADDED), tmp_path / "two")[0])
+
+
+def test_two_ranks_do_what_one_does_with_adapters(hf_path: Path, tmp_path: Path):
+    more, flags = {"lora_rank": 4, "ref_load": str(hf_path), **UNPADDED}, "--tensor-model-parallel-size 2"
+    one, _ = turns(ppo_args(hf_path, **more), tmp_path / "one")
+    agree(one, turns(ppo_args(hf_path, f"{flags} --sequence-parallel", **more), tmp_path / "two")[0])
+
+
+def agree(one: list[dict[str, float]], two: list[dict[str, float]]) -> None:
+    """Both runs have the same values, losses and norms."""
     for name in ("rollout/values", "rollout/returns", "train/critic-value_loss", "train/critic-grad_norm"):
         assert column(one, name) == pytest.approx(column(two, name), rel=1e-4), name
     assert column(one, "rollout/values")[0] == 0 != column(one, "rollout/values")[1]
@@ -382,6 +413,23 @@ def saved(hf_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(hf_path: Path, saved: Path):
     assert (saved / "critic" / "iter_0000001").is_dir() and (saved / "iter_0000001").is_dir()
     in_world(resuming(ppo_args(hf_path, save=str(saved)), saved), check_resume, saved)
+
+
+def test_adapters_and_head_of_a_critic_go_on_over_a_base_that_stays(hf_path: Path, tmp_path: Path):
+    args = ppo_args(hf_path, lora_rank=4, ref_load=str(hf_path), save=str(tmp_path))
+    in_world(args, check_save)
+    before, _ = torch.load(tmp_path / "rest", weights_only=False)
+    in_world(resuming(args, tmp_path), check_resume, tmp_path)
+    in_world(args, check_what_moves, before)
+    parts = FileSystemReader(tmp_path / "critic" / "iter_0000001").read_metadata().state_dict_metadata
+    of_model = {name for name in parts if "optimizer" not in name and ("layers" in name or "embedding" in name)}
+    assert of_model and all(".lora." in name for name in of_model), "the base is in no checkpoint"
+
+
+def check_what_moves(args: Args, trained: dict[str, torch.Tensor]) -> None:
+    """Of a critic, against one that was not trained."""
+    moved = {name for name, tensor in weights(start(args, "critic")).items() if not torch.equal(tensor, trained[name])}
+    assert moved > HEAD and all(".lora." in name for name in moved - HEAD), moved
 
 
 def test_a_critic_starts_from_a_policys_checkpoint_with_a_fresh_head(

@@ -344,13 +344,16 @@ def _weights_of(
 ) -> dict[str, Any]:
     """The sharded weights of a chunk; where it has LoRA adapters theirs alone, or those under them (`of_base`).
 
+    A critic's head is in both: it is trained beside adapters, and a base may be a critic.
     What TransformerEngine keeps for 8 bit is empty in 16 bit and stays out, so that a run may go on with either
     implementation.
     """
     options = {} if metadata is None else {"metadata": metadata}
     wanted = {not of_base} if has_adapters([chunk]) else {False}
-    leaves = unwrap(chunk).sharded_state_dict(**options).items()
-    return {name: leaf for name, leaf in leaves if not name.endswith(EXTRA_STATE) and is_of_adapter(name) in wanted}
+    leaves = unwrap(chunk).sharded_state_dict(**options)
+    head = {name for name in leaves if is_of_head(name)} if value_head_of(chunk) is not None else set()
+    taken = {name for name in leaves if is_of_adapter(name) in wanted} | head
+    return {name: leaf for name, leaf in leaves.items() if name in taken and not name.endswith(EXTRA_STATE)}
 
 
 def _set_weights(chunk: torch.nn.Module, loaded: dict[str, Any], *, strict: bool = True) -> None:

@@ -42,6 +42,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from slime.backends.megatron_utils.layers.value_head import is_of_head, value_head_of
 from slime.backends.megatron_utils.model.model_weights import (
     ADAPTER,
     is_of_adapter,
@@ -59,7 +60,6 @@ from slime.utils.errors import UsageError
 from slime.weights.adapters import PEFT_PREFIX
 
 logger = logging.getLogger(__name__)
-NO_MODEL = "its run writes merged models with --save-hf"
 ADAPTER_DIR = "adapter"
 """The PEFT directory in a checkpoint."""
 _BASE_TOLERANCE = 1e-9
@@ -219,14 +219,8 @@ class Adapter(torch.nn.Module):
         cut = ["lora_A"] if self.is_row else [f"lora_B.{number}" for number in range(len(self.projections))]
         tensors = self.state_dict(prefix="", keep_vars=True)
         axes = dict.fromkeys(cut, self._cut_dim)
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            tensors,
-            prefix,
-            axes,
-            sharded_offsets,
-            tp_group=self.group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
+        groups: dict[str, Any] = {"tp_group": self.group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(tensors, prefix, axes, sharded_offsets, **groups)
         return found
 
 
@@ -271,6 +265,8 @@ def attach_adapters(args: Args, models: Sequence[torch.nn.Module]) -> None:
         )
     for model in models:
         bare = unwrap(model).requires_grad_(False)
+        if head := value_head_of(model):
+            head.requires_grad_(True)  # a critic's is trained as a whole, and saved with the adapters
         for name, module in _linears(bare, plan):
             _attach(module, plan, name, args.seed)
 
@@ -317,16 +313,20 @@ def is_base(directory: Path, models: Sequence[torch.nn.Module]) -> bool:
     """
     saved = plan_in(directory)
     if saved is not None and not has_adapters(models):
-        raise UsageError(f"{directory} holds LoRA adapters alone (rank {saved['rank']}), not a model; {NO_MODEL}.")
+        rank = saved["rank"]
+        raise UsageError(
+            f"{directory} holds LoRA adapters alone (rank {rank}); merged models are written by --save-hf."
+        )
     return has_adapters(models) and saved is None
 
 
 def base_checksum(models: Sequence[torch.nn.Module]) -> float:
-    """The sum of the absolute values of all weights under the adapters, whatever the layout (collective)."""
+    """The sum of the absolute values of all frozen weights, whatever the layout (collective)."""
     total = torch.zeros(1, dtype=torch.float64)
     for model in models:
+        is_critic = value_head_of(model) is not None
         for weight in iter_weights(model):
-            if not is_tied_copy(model, weight):
+            if not is_tied_copy(model, weight) and not (is_critic and is_of_head(weight.name)):
                 total += float(torch.linalg.vector_norm(weight.tensor, 1, dtype=torch.float64)) / num_copies(weight)
     dist.all_reduce(total, group=get_gloo_group())
     return float(total)
