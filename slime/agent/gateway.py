@@ -138,8 +138,10 @@ class Gateway:
         return self
 
     def stop(self) -> None:
-        """End the server; its sessions can still be finished."""
+        """End the server; its sessions can still be finished, but what their agents do without it says nothing."""
         if self._handle is not None:
+            for session in list(self.sessions.store.values()):
+                session.is_cut_off = True
             loop, handle, self._handle = self._handle.loop, self._handle, None
             with contextlib.suppress(RuntimeError):  # it was stopped already
                 loop.call_soon_threadsafe(self._cancel_all)
@@ -290,4 +292,6 @@ async def shared_gateway(args: Args) -> Gateway:
 
 
 def _end_reason(session: Session) -> str | None:
+    if session.is_cut_off:
+        return "transport"
     return "env_error" if isinstance(session, KeyedSession) and session.tool_failure else session.end_reason

@@ -264,3 +264,4 @@ def test_a_gateway_that_stops_in_a_turn_keeps_the_turns_before_it():
             asked.result()
         [sample] = finish(server, key)
         assert (sample.response, sample.metadata["agent"]["turns"]) == ("a", 1) and finish(server, key) == []
+        assert (sample.end_reason, sample.reward_is_trusted) == ("transport", False)

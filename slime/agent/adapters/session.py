@@ -71,6 +71,7 @@ class Session:
         budget: what the gateway allows.
         evaluation: its samples are not trained on.
         num_tokens: generated so far.
+        is_cut_off: its server has been stopped.
         end_reason: what last refused or failed a turn, one of `slime.utils.types.END_REASONS`; an answer resets it.
     """
 
@@ -87,6 +88,7 @@ class Session:
     evaluation: bool = False
     num_tokens: int = 0
     end_reason: str | None = None
+    is_cut_off: bool = False
 
     def end(self) -> None:
         """Called when the session ends, on the server's loop, before its turns are waited for."""

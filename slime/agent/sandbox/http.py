@@ -93,7 +93,7 @@ class HttpSandbox:
             self._url = f"{url}/sandboxes/{name}"
             try:
                 answer = await self._send("PUT", "", json=body)
-            except (aiohttp.ClientError, _Busy) as error:
+            except (aiohttp.ClientError, _Busy, _Silent) as error:  # what a silent one makes yet, it ends: no lease
                 failure = error
                 continue
             self.sandbox_id = f"{url.partition('://')[2]}/{name}"
@@ -111,7 +111,7 @@ class HttpSandbox:
             self._renewing.cancel()
         if self._session:
             try:
-                await self._again(lambda: self._send("DELETE", ""))
+                await self._again(lambda: self._send("DELETE", ""), tries=2)
             except (aiohttp.ClientError, SandboxError) as error:
                 logger.warning("sandbox %s was not ended, its server will do it: %s", self.sandbox_id, error)
             await self._session.close()
@@ -131,16 +131,16 @@ class HttpSandbox:
         except aiohttp.ClientConnectionError:
             raise
         except TimeoutError:
-            raise SandboxError(f"{self._url} did not answer in {wait_s:g} s") from None
+            raise _Silent(f"{self._url} did not answer in {wait_s:g} s") from None
         if answer.status == 503:
             raise _Busy(f"{self._url} has no room: {said}")
         if answer.status == 408:
             raise SandboxTimeout(said)
         raise SandboxError(f"sandbox server, {answer.status}: {said}")
 
-    async def _again(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _again(self, call: Callable[[], Awaitable[T]], *, tries: int = TRIES) -> T:
         try:
-            return await retried(call, _TRANSIENT, tries=TRIES)
+            return await retried(call, _TRANSIENT, tries=tries)
         except SandboxError:
             raise
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -184,6 +184,10 @@ class HttpSandbox:
 
 class _Busy(SandboxError):
     """A server has no room for another sandbox."""
+
+
+class _Silent(SandboxError):
+    """A server has not answered in time."""
 
 
 _TRANSIENT = (aiohttp.ClientConnectionError, _Busy)
