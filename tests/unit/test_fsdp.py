@@ -40,7 +40,8 @@ def run(hf: Path, *, backend: str = "fsdp", world: int = 1, out: Path, megatron:
     """Train `num_steps` times in a world, and write rank 0's (records, weights before, weights after) to `out`."""
     num_steps, first = flags.pop("num_steps", NUM_STEPS), flags.pop("first", 0)
     flags = {"lr": 1e-3, "use_kl_loss": True, "kl_loss_coef": 0.1, "ref_load": str(hf), **flags}
-    args = trainer_args(hf, f"{MEGATRON} {megatron}", dp_size=world, train_backend=backend, **flags)
+    cp_size = 2 if "--context-parallel-size 2" in megatron else 1
+    args = trainer_args(hf, f"{MEGATRON} {megatron}", dp_size=world // cp_size, train_backend=backend, **flags)
     run_world(world, _rank, args, range(first, first + num_steps), out)
 
 
@@ -63,13 +64,14 @@ def _rank(args: Any, steps: range, out: Path) -> None:
         return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
 
     before, records = whole(), []
-    shares = split_train_data(args, make_train_data(), {"dp_size": dist.get_world_size(), "cp_size": 1})
+    layout = actor.parallel_config()
+    share = split_train_data(args, make_train_data(), layout)[layout["dp_rank"]]
     for step in steps:
         if args.offload_train:
             with mock.patch.object(actor_module, "memory_saver"):  # which moves CUDA memory only
                 actor.sleep()
                 actor.wake_up()
-        records += actor.train_on(step, dict(shares[dist.get_rank()]))
+        records += actor.train_on(step, dict(share))
         if args.save and step == 1:
             actor.save_model(step)
     after = whole()
@@ -99,6 +101,7 @@ def assert_equal_runs(reference: Path, found: Path) -> None:
         ("tied", 2, {"recompute_loss_function": True}),
         ("moe", 2, {}),
         ("qwen3", 2, {"attn_implementation": "sdpa", "fsdp_reshard_after_forward": False, "offload_train": True}),
+        ("moe", 4, {"megatron": "--context-parallel-size 2", "max_tokens_per_gpu": 24}),
         ("qwen3", 2, {"fsdp_replicate_size": 2, "fsdp_forward_prefetch": True}),
         ("qwen3", 2, {"fsdp_cpu_offload": True, "megatron": "--recompute-granularity full", "max_tokens_per_gpu": 24}),
     ],
@@ -114,7 +117,8 @@ def test_five_steps_equal_those_of_megatron(
 def test_per_token_losses_equal_those_of_megatron(families: dict[str, Path], tmp_path: Path) -> None:
     flags = {"calculate_per_token_loss": True, "loss_agg_mode": "token-mean", "num_steps": 2}
     run(families["qwen3"], backend="megatron", out=tmp_path / "megatron.pt", **flags)
-    run(families["qwen3"], world=2, max_tokens_per_gpu=24, out=tmp_path / "fsdp.pt", **flags)
+    parallel = {"world": 4, "megatron": "--context-parallel-size 2", "max_tokens_per_gpu": 24}
+    run(families["qwen3"], out=tmp_path / "fsdp.pt", **parallel, **flags)
     assert_equal_runs(tmp_path / "megatron.pt", tmp_path / "fsdp.pt")
 
 
@@ -255,7 +259,8 @@ def command_line() -> CommandLine:
 
 REFUSED = {
     "--tensor-model-parallel-size 2": "--tensor-model-parallel-size 2 is Megatron's; with --train-backend fsdp every",
-    "--context-parallel-size 2": "--recompute-granularity full makes room",
+    "--context-parallel-size 2": "--context-parallel-size 2 must divide the trainer's ranks",
+    "--context-parallel-size 2 --attn-implementation sdpa": "part of a sample alone; give slime_packed",
     "--num-layers 2 --hidden-size 32": "--num-layers, --hidden-size: Megatron's; --train-backend fsdp trains what",
     "--recompute-granularity selective": "recomputes whole layers: give full",
     "--lora-rank 4": "--lora-rank is not built for --train-backend fsdp",
@@ -291,6 +296,7 @@ def test_a_checkpoint_of_the_other_backend_is_refused(
         ({"layer_types": ["linear_attention", "full_attention"]}, "whose state would pass from one packed sample"),
         ({"layer_types": ["sliding_attention"]}, "give sdpa"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0, which is not built"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "angles depend on a pack's longest sample"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
     ],
     ids=str,

@@ -1,8 +1,7 @@
 """FSDP2 over transformers models as a trainer backend, and the trainers over it.
 
 Process groups, seeds, packs, losses, the learning-rate schedule and the weight sync are those of the Megatron backend,
-with one rank a copy of the model: every rank has another share of a rollout, and parameters, gradients and optimizer
-state are sharded over the ranks.
+with context parallelism alone: parameters, gradients and optimizer state are sharded over all ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 class FsdpBackend(MegatronBackend):
-    """One rank of FSDP2; the process groups are those of Megatron for copies of one rank."""
+    """One rank of FSDP2; the process groups are Megatron's."""
 
     state: TrainState  # type: ignore[assignment]
 
@@ -201,7 +200,7 @@ class FsdpBackend(MegatronBackend):
         """Trained tokens of a train step over all ranks."""
         counts = [batch["full_loss_masks"].sum() for batch in micro_batches.of_step(step_id)]
         total = torch.stack(counts).sum()
-        dist.all_reduce(total, group=self.layout().dp_group)
+        dist.all_reduce(total)  # context-parallel ranks have a part of each sample's
         return int(total)
 
     # ---- engines

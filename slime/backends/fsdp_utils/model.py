@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from slime.backends.megatron_utils.cp_utils import context_parallel_group
 from slime.backends.megatron_utils.layers.value_head import is_value_model
 from slime.backends.megatron_utils.layers.varlen_attention import (
+    attend_across,
     attend_packed,
     cu_seqlens_of,
     host_ends,
@@ -75,7 +77,10 @@ def _attend(
         raise ValueError(f"{type(module).__name__} asks for a mask or a window, which packed attention has not")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+    use_kernel = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    if (group := context_parallel_group()) is not None:
+        out = attend_across(q, k, v, pack, group, scale=scale, use_kernel=use_kernel)
+    elif use_kernel:
         ends, longest = cu_seqlens_of(pack), int(pack.max_seqlen_q)
         out = varlen_kernel(q, k, v, (ends, ends), (longest, longest), scale=scale)
     else:

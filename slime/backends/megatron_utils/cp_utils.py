@@ -256,6 +256,14 @@ class KeyChunks(NamedTuple):
     cu_keys: list[int]
 
 
+def context_parallel_group() -> dist.ProcessGroup | None:
+    """The ranks that share each sample; None where a rank has whole ones."""
+    from megatron.core import parallel_state
+
+    found: dist.ProcessGroup = parallel_state.get_context_parallel_group()
+    return found if found.size() > 1 else None
+
+
 def key_chunks(cu_seqlens: Sequence[int], *, cp_rank: int, cp_size: int) -> KeyChunks:
     """See KeyChunks; `cu_seqlens` as in `zigzag_positions`."""
     num_tokens = cu_seqlens[-1] // cp_size

@@ -32,6 +32,7 @@ HONOURED = frozenset(
         "check_for_nan_in_grad",
         "ckpt_format",
         "ckpt_step",
+        "context_parallel_size",
         "deterministic_mode",
         "end_weight_decay",
         "exit_duration_in_mins",
@@ -62,9 +63,6 @@ HONOURED = frozenset(
 INSTEAD = {
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size": (
         "every rank has a copy of the model, sharded over all of them"
-    ),
-    "context_parallel_size": (
-        "one rank computes a whole sample; --recompute-granularity full makes room for longer ones"
     ),
     "sequence_parallel": "there is no tensor parallelism",
     "recompute_method recompute_num_layers recompute_modules recompute_activations": (
@@ -107,6 +105,16 @@ NOT_BUILT = (
     Rule(
         lambda a: a.recompute_granularity not in (None, "full"),
         f"--recompute-granularity {{recompute_granularity}} is Megatron's; {FSDP} recomputes whole layers: give full.",
+    ),
+    Rule(
+        lambda a: (a.actor_num_nodes * a.actor_num_gpus_per_node) % a.context_parallel_size,
+        "--context-parallel-size {context_parallel_size} must divide the trainer's ranks (--actor-num-nodes "
+        "{actor_num_nodes} x --actor-num-gpus-per-node {actor_num_gpus_per_node}).",
+    ),
+    Rule(
+        lambda a: a.context_parallel_size > 1 and a.attn_implementation != "slime_packed",
+        "--context-parallel-size {context_parallel_size}: --attn-implementation {attn_implementation} sees one rank's "
+        "part of a sample alone; give slime_packed.",
     ),
     Rule(
         lambda a: (a.actor_num_nodes * a.actor_num_gpus_per_node) % a.fsdp_replicate_size,
@@ -201,6 +209,10 @@ def unsupported_models(args: Args, config: Mapping[str, Any]) -> Iterator[str]:
     for key, nothing in _SCALES.items():
         if config.get(key) not in (None, nothing):
             yield f"{name} {key} {config[key]}, which is not built; use --train-backend megatron."
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind in ("dynamic", "longrope"):
+        yield f"{name} rope_type {kind}, whose angles depend on a pack's longest sample; use --train-backend megatron."
     if config.get("quantization_config"):
         yield f"{name} quantised weights, which {FSDP} does not sync; take the checkpoint in 16 bit."
 

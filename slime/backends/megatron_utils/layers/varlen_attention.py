@@ -137,9 +137,8 @@ class VarlenAttention(MegatronModule):
         if packed_seq_params is None:
             return self._attend_batch(query, key, value)
         if self.cp_group is not None:
-            chunks = key_chunks_of(packed_seq_params, self.cp_group)
-            spans = keep(packed_seq_params, "spans", lambda: Spans.of(chunks.cu_queries, chunks.cu_keys, query.device))
-            out = self._attend_spans(query, *self._gather_keys(key, value, chunks), spans)
+            how: dict[str, Any] = {"scale": self.softmax_scale, "use_kernel": self._use_kernel(query)}
+            out = attend_across(query, key, value, packed_seq_params, self.cp_group, **how)
         elif self._use_kernel(query):
             longest = int(packed_seq_params.max_seqlen_q)
             ends = cu_seqlens_of(packed_seq_params).int()
@@ -147,21 +146,6 @@ class VarlenAttention(MegatronModule):
         else:
             out = attend_packed(query, key, value, host_ends(packed_seq_params), scale=self.softmax_scale)
         return out.reshape(query.shape[0], -1)
-
-    def _gather_keys(
-        self, key: torch.Tensor, value: torch.Tensor, chunks: KeyChunks
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All ranks' keys and values as this rank's queries see them (back: their gradients are summed)."""
-        both = torch.cat([key, value], dim=-1)
-        both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
-        key, value = both.index_select(0, chunks.rows).split([key.shape[-1], value.shape[-1]], dim=-1)
-        return key, value
-
-    def _attend_spans(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: Spans) -> torch.Tensor:
-        """Attend where there may be more keys than queries; arguments as of `attend_packed`."""
-        if not self._use_kernel(query):
-            return attend_packed(query, key, value, spans.cu_queries, cu_keys=spans.cu_keys, scale=self.softmax_scale)
-        return varlen_kernel(query, key, value, spans.cu_seqlens, spans.longest, scale=self.softmax_scale)
 
     def _use_kernel(self, query: torch.Tensor) -> bool:
         can = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
@@ -173,6 +157,30 @@ class VarlenAttention(MegatronModule):
         seq_length, batch = query.shape[:2]
         out = _sdpa(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), scale=self.softmax_scale)
         return out.permute(2, 0, 1, 3).reshape(seq_length, batch, -1)
+
+
+def attend_across(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed_seq_params: Any,
+    cp_group: Any,
+    *,
+    scale: float,
+    use_kernel: bool,
+) -> torch.Tensor:
+    """Causal attention of a context-parallel rank's tokens to all ranks' keys and values; shapes of `attend_packed`.
+
+    Back, the gradients of keys and values are summed over the ranks (collective over `cp_group`).
+    """
+    chunks = key_chunks_of(packed_seq_params, cp_group)
+    spans = keep(packed_seq_params, "spans", lambda: Spans.of(chunks.cu_queries, chunks.cu_keys, query.device))
+    both = torch.cat([key, value], dim=-1)
+    both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=cp_group)
+    key, value = both.index_select(0, chunks.rows).split([key.shape[-1], value.shape[-1]], dim=-1)
+    if not use_kernel:
+        return attend_packed(query, key, value, spans.cu_queries, cu_keys=spans.cu_keys, scale=scale)
+    return varlen_kernel(query, key, value, spans.cu_seqlens, spans.longest, scale=scale)
 
 
 def key_chunks_of(packed_seq_params: Any, cp_group: Any) -> KeyChunks:
