@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from slime.algorithms.aggregation import zero_masked
 from slime.algorithms.estimators import ESTIMATORS, Estimator
-from slime.algorithms.kl import compute_approx_kl
+from slime.algorithms.losses import compute_approx_kl
 from slime.algorithms.returns import RETURNS, get_advantages_and_returns_batch, get_token_rewards, whiten
 from slime.plugins import function_of
 from slime.utils.misc import hook_args, load_function

@@ -27,8 +27,14 @@ import torch
 
 from slime.algorithms.aggregation import Aggregation, Masks, Reducer, zero_masked
 from slime.algorithms.estimators import ESTIMATORS, Estimator
-from slime.algorithms.kl import clamp_log_ratio, compute_approx_kl
-from slime.algorithms.losses import LOSSES, Clip, compute_gspo_kl, compute_opsm_mask
+from slime.algorithms.losses import (
+    LOSSES,
+    Clip,
+    clamp_log_ratio,
+    compute_approx_kl,
+    compute_gspo_kl,
+    compute_opsm_mask,
+)
 from slime.plugins import function_of
 from slime.utils.misc import hook_args, load_function
 from slime.utils.train_data import MicroBatch

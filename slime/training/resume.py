@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slime.algorithms.kl import KlController
+from slime.algorithms.losses import KlController
 from slime.checkpoints.paths import (
     MODEL_SHAPE_FILE,
     STATE_MANIFEST,

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.advantages import Advantages
-from slime.algorithms.kl import KlController
+from slime.algorithms.losses import KlController
 from slime.checkpoints.paths import classify_checkpoint, resolve_checkpoint_dir
 from slime.config.args import Args
 from slime.observability.profiler import Profiler, recorder_of

@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from slime.algorithms import log_probs, losses, returns
-from slime.algorithms.kl import KlController, clamp_log_ratio, compute_approx_kl
-from slime.algorithms.losses import compute_cispo_loss, compute_gspo_kl, compute_policy_loss
+from slime.algorithms.losses import (
+    KlController,
+    clamp_log_ratio,
+    compute_approx_kl,
+    compute_cispo_loss,
+    compute_gspo_kl,
+    compute_policy_loss,
+)
 from slime.algorithms.returns import (
     Tensors,
     chunked_discounted_returns,

@@ -33,7 +33,7 @@ from slime.checkpoints.paths import MANIFEST_FILE
 from slime.config.rules.files import check_weight_dir
 from slime.utils import http_utils
 from slime.weights.safetensors_files import INDEX_FILE, what_is_wrong
-from slime.weights.version_dir import WeightDir, why_not_ours
+from slime.weights.transports import WeightDir, why_not_ours
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -385,7 +385,7 @@ def test_a_hook_that_fails_ends_the_run_and_is_named(world: World) -> None:
 
 OTHER_RUN = """
 import pathlib, sys, time
-from slime.weights.version_dir import WeightDir
+from slime.weights.transports import WeightDir
 held = WeightDir(pathlib.Path(sys.argv[1]), keeps_files=False, run="runs/other")
 held.claim()
 print("claimed", flush=True)

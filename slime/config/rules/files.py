@@ -24,7 +24,7 @@ from slime.config.problems import Rule
 from slime.utils.data import check_data_file, parse_slice, read_file
 from slime.utils.errors import UsageError
 from slime.utils.misc import needed, try_to_load
-from slime.weights.version_dir import why_not_ours
+from slime.weights.transports import why_not_ours
 
 # os.path.isfile and its like say no to what cannot be a path (a name that is too long, a null byte); Path's raise.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from examples.train_infer_mismatch_helper import mis
 from slime.algorithms.estimators import ESTIMATORS
-from slime.algorithms.kl import KL_LOSS_TYPES, compute_approx_kl
-from slime.algorithms.losses import compute_policy_loss
+from slime.algorithms.losses import KL_LOSS_TYPES, compute_approx_kl, compute_policy_loss
 from slime.config.flags.train import AlgorithmFlags
 from tests.training.algorithms.loss_world import LENGTHS, MASKS, MAX_RESPONSE, make_args, make_world, run
 from tests.training.algorithms.test_critic import value_loss

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from slime.algorithms.kl import KlController, compute_approx_kl
+from slime.algorithms.losses import KlController, compute_approx_kl
 from tests.training.algorithms.loss_world import aggregate, make_args, make_world, rows, run
 
 TYPES = {

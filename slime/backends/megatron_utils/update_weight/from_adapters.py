@@ -37,7 +37,7 @@ from slime.utils.errors import UsageError
 from slime.utils.http.network import is_of_this_host
 from slime.utils.misc import needed
 from slime.weights.adapters import BASE, adapter_name, check_adapter
-from slime.weights.version_dir import FLAG, WeightDir
+from slime.weights.transports import FLAG, WeightDir
 
 logger = logging.getLogger(__name__)
 

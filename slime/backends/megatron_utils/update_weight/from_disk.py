@@ -40,7 +40,7 @@ from slime.utils.distributed_utils import gathered
 from slime.utils.errors import UsageError
 from slime.utils.misc import attempt, hook_args, load_function, needed
 from slime.weights.delta import COMPRESSION, Bytes, bytes_of, checksum, encode_part, parts_of
-from slime.weights.version_dir import FLAG, WeightDir
+from slime.weights.transports import FLAG, WeightDir
 
 logger = logging.getLogger(__name__)
 
