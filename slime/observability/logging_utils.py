@@ -246,7 +246,7 @@ class _Tracking:
         self.writing = threading.Lock()  # a driver's own threads may log
 
 
-_tracking = _Tracking()
+tracking = _Tracking()
 
 
 def init_tracking(args: Args, primary: bool = True) -> None:
@@ -257,18 +257,18 @@ def init_tracking(args: Args, primary: bool = True) -> None:
             whether the run goes on (`tracker_runs`).
         primary: True in the one process that writes.
     """
-    if primary and _tracking.args is not None and _tracking.args.output_dir == args.output_dir:
+    if primary and tracking.args is not None and tracking.args.output_dir == args.output_dir:
         return  # a driver of the user's own asks again
     finish_tracking()
-    _tracking.is_collected = not primary
+    tracking.is_collected = not primary
     if not primary:
         return
     console, lines = ConsoleSink(), JsonlSink(Path(args.output_dir))
     names = trackers_of(args)
-    _tracking.writer = TrackerWriter(args, names) if names else None
-    _tracking.args, _tracking.console, _tracking.sinks = args, console, [console, lines]
+    tracking.writer = TrackerWriter(args, names) if names else None
+    tracking.args, tracking.console, tracking.sinks = args, console, [console, lines]
     settings = alarm_settings(args.alarms_config)
-    _tracking.alarms = None if settings is None else AlarmWatch(settings)
+    tracking.alarms = None if settings is None else AlarmWatch(settings)
 
 
 def log(args: Args, metrics: Mapping[str, Any], step_key: str) -> None:
@@ -285,14 +285,14 @@ def log(args: Args, metrics: Mapping[str, Any], step_key: str) -> None:
     if step_key not in metrics:
         raise ValueError(f"a metric record needs its step {step_key!r}; it has {sorted(metrics)}")
     values = numbers(metrics)
-    if _tracking.sinks is None:
-        _tracking.pending.append((values, step_key))
+    if tracking.sinks is None:
+        tracking.pending.append((values, step_key))
         return
-    with _tracking.writing:
-        for sink in _tracking.sinks:
+    with tracking.writing:
+        for sink in tracking.sinks:
             sink.write(values, step_key)
-        if _tracking.alarms is not None:
-            _tracking.alarms.note(values, step_key)
+        if tracking.alarms is not None:
+            tracking.alarms.note(values, step_key)
 
 
 def log_of_user(metrics: Mapping[str, Any], step: int) -> None:
@@ -310,27 +310,27 @@ def log_of_user(metrics: Mapping[str, Any], step: int) -> None:
     """
     check_record(metrics, step)
     values = numbers(metrics)
-    if _tracking.sinks is not None and _tracking.args is not None:
-        log(_tracking.args, {**values, STEP_KEY: step}, STEP_KEY)
-    elif _tracking.is_collected:
-        _tracking.of_users.add(values, step)
-    elif not _tracking.has_warned:
-        _tracking.has_warned = True
+    if tracking.sinks is not None and tracking.args is not None:
+        log(tracking.args, {**values, STEP_KEY: step}, STEP_KEY)
+    elif tracking.is_collected:
+        tracking.of_users.add(values, step)
+    elif not tracking.has_warned:
+        tracking.has_warned = True
         logger.warning("slime.log leaves %s out: only the driver and the rollout manager log", ", ".join(metrics))
 
 
 def begin_rollouts(last_id: int) -> None:
     """Have the console count time from now on: the rollouts up to `last_id` follow."""
-    if _tracking.console is not None:
-        _tracking.console.begin(last_id)
+    if tracking.console is not None:
+        tracking.console.begin(last_id)
 
 
 def end_rollout(rollout_id: int) -> None:
     """Have the console show a rollout, whose records are all logged, and log the alarms that begin or end with it."""
-    if _tracking.console is not None:
-        _tracking.console.end_rollout(rollout_id)
-    if _tracking.alarms is not None:
-        for alarm in _tracking.alarms.changes(rollout_id):
+    if tracking.console is not None:
+        tracking.console.end_rollout(rollout_id)
+    if tracking.alarms is not None:
+        for alarm in tracking.alarms.changes(rollout_id):
             log_alarm(alarm)
 
 
@@ -342,7 +342,7 @@ def log_eval_samples(shown: Sequence[EvalSample], step: int) -> None:
         step: value of "eval/step".
     """
     if shown:
-        for sink in _tracking.sinks or ():
+        for sink in tracking.sinks or ():
             sink.write_eval_samples(shown, step)
 
 
@@ -352,17 +352,17 @@ def log_alarm(alarm: Mapping[str, Any]) -> None:
     Args:
         alarm: plain values; `alarm["what"]` says what is wrong in one sentence.
     """
-    with _tracking.writing:
-        for sink in _tracking.sinks or ():
+    with tracking.writing:
+        for sink in tracking.sinks or ():
             sink.write_alarm(alarm)
 
 
 def take_pending() -> list[MetricRecord]:
     """The records collected since the last call, for the process that writes."""
-    with _tracking.taking:  # a rollout and an evaluation may end at once: nothing is lost or given out twice
-        of_users: list[MetricRecord] = [(record, STEP_KEY) for record in _tracking.of_users.take()]
-        taken = list(_tracking.pending)
-        del _tracking.pending[: len(taken)]
+    with tracking.taking:  # a rollout and an evaluation may end at once: nothing is lost or given out twice
+        of_users: list[MetricRecord] = [(record, STEP_KEY) for record in tracking.of_users.take()]
+        taken = list(tracking.pending)
+        del tracking.pending[: len(taken)]
     return of_users + taken  # the console ends a line with the rollout's own record
 
 
@@ -373,8 +373,8 @@ def finish_tracking(args: Args | None = None, *, failed: bool = False) -> None:
         args: unused, because `init_tracking` kept them; part of the public signature.
         failed: what trackers say of the run.
     """
-    args, sinks, writer = _tracking.args, _tracking.sinks, _tracking.writer
-    _tracking.args = _tracking.sinks = _tracking.console = _tracking.writer = _tracking.alarms = None
+    args, sinks, writer = tracking.args, tracking.sinks, tracking.writer
+    tracking.args = tracking.sinks = tracking.console = tracking.writer = tracking.alarms = None
     if args is None or sinks is None:
         return
     for sink in sinks:

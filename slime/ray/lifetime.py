@@ -78,7 +78,7 @@ class RunLifetime:
     """
 
     def __init__(self, args: Args, *, sync_interval: int = 1) -> None:
-        self._parts = RunParts(args)
+        self.parts = RunParts(args)
         self._sync_interval = sync_interval
         self._first_version = 1
         self._has_engines = not args.debug_train_only
@@ -101,7 +101,7 @@ class RunLifetime:
         self._events: RunEvents | None = None
         self.phases = Phases(on_change=lambda change, name: self._tell(change, phase=name, rollout=self._rollout_id))
         self._status = RunStatus(self.phases, self._counts, logger.info)
-        self._upkeep = EngineUpkeep(self._parts, self.phases, is_on=args.use_fault_tolerance and self._has_engines)
+        self.upkeep = EngineUpkeep(self.parts, self.phases, is_on=args.use_fault_tolerance and self._has_engines)
         self._exit = ExitRequest(args.exit_signal if args.exit_signal_handler else None, args.exit_duration_in_mins)
         self._ends_after: int | None = None
 
@@ -137,7 +137,7 @@ class RunLifetime:
 
     @phase(START)
     def _start(self) -> None:
-        args, parts, start = self.args, self._parts, time.monotonic()
+        args, parts, start = self.args, self.parts, time.monotonic()
         move_earlier_runs(args)
         self._claimed = claim_run_dirs(args)
         self._status.begin()
@@ -170,7 +170,7 @@ class RunLifetime:
             command.append(f"http://{router}:{self.args.sglang_router_port}")
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         log, environment = directory / "logs" / "prometheus.log", os.environ | {"PYTHONPATH": path}
-        use_keys(vars(self._parts.args).get("run_keys"), environment)  # routers and engines ask for them
+        use_keys(vars(self.parts.args).get("run_keys"), environment)  # routers and engines ask for them
         registry().start(command, name="prometheus endpoint", log_path=log, env=environment)
         logger.info("Prometheus scrapes this run at http://%s:%d/metrics", url_host(host), port)
 
@@ -190,7 +190,7 @@ class RunLifetime:
     def _start_again(self) -> None:
         """Have new trainers and the data source resume from the newest checkpoint or from newer copies in memory, or
         begin again where there is neither. Engines stay if their manager is there."""
-        parts = self._parts
+        parts = self.parts
         roles = [group.role for group in parts.groups]
         parts.end_trainers()
         parts.use_what_is_left(resumes=self._checkpoints.has_saved)
@@ -200,7 +200,7 @@ class RunLifetime:
         self._announce_parts()
         started = parts.start_again(
             None if evaluation is None else evaluation[1],
-            meanwhile=functools.partial(self._upkeep.serve_all, with_weights=False),
+            meanwhile=functools.partial(self.upkeep.serve_all, with_weights=False),
         )
         if copied is not None:
             self._copies.restore(copied, parts.groups, parts.turns)
@@ -214,7 +214,7 @@ class RunLifetime:
 
     def _newest_copy(self, roles: Sequence[Role]) -> int | None:
         """The rollout after which trainers can resume from copies in memory, where no checkpoint is as new."""
-        owners = [owner for role in roles for owner in owners_of(role, self._parts.world_size)]
+        owners = [owner for role in roles for owner in owners_of(role, self.parts.world_size)]
         copied = self._copies.newest(owners)
         saved = latest_iteration(self.args.save) if self._checkpoints.has_saved else None
         if copied is None and saved is None:
@@ -253,9 +253,9 @@ class RunLifetime:
                 STATE_DEADLINE_S,
             )
         if self._has_engines and self._has_trainers:  # without trainers the weights stay those that engines start with
-            self._first_version = self._upkeep.version + 1
+            self._first_version = self.upkeep.version + 1
             get(self._manager.set_sync_schedule.remote(self._schedule), "the rollout manager", STATE_DEADLINE_S)
-            if not self._upkeep.connect():
+            if not self.upkeep.connect():
                 logger.warning("no engine takes the trainer's weights: what is trained is not what generates")
             self._rollout_id = first
             self.sync_weights()
@@ -301,7 +301,7 @@ class RunLifetime:
     def _end_parts(self, *, graceful: bool) -> None:
         if self.args.ray_timeline_path:
             try_to_end("the timeline", self._write_timeline)
-        self._parts.end(graceful=graceful)
+        self.parts.end(graceful=graceful)
         try_to_end("the copies of trainers", self._copies.end)
 
     def _write_timeline(self) -> None:
@@ -319,25 +319,25 @@ class RunLifetime:
     @property
     def args(self) -> Any:
         """The flags of the run as they are now."""
-        return self._parts.args
+        return self.parts.args
 
     @property
     def trainers(self) -> RayTrainGroup:
         """The trainer ranks."""
-        assert self._parts.actor is not None, "the run is not started: use it as a context manager"
-        return self._parts.actor
+        assert self.parts.actor is not None, "the run is not started: use it as a context manager"
+        return self.parts.actor
 
     @property
     def turns(self) -> GpuTurns:
         """Who has the GPUs."""
-        return self._parts.turns
+        return self.parts.turns
 
     @property
     def _manager(self) -> Any:
-        return self._parts.manager
+        return self.parts.manager
 
     def _counts(self) -> list[Count]:
-        if self._guard is None or self._parts.manager is None:
+        if self._guard is None or self.parts.manager is None:
             return []
         said = stalls.progress_of(self._guard.run, stalls.MANAGER)
         return [(what, done, total) for what, done, total in said.get("under_way", ())]

@@ -94,14 +94,14 @@ class DriverRun(TrainingRun):
             raise UsageError("save_model: give --save, or --save-hf, which say where to")
         if rollout_id == self._saved:
             if force_sync:
-                self._checkpoints.finish(self._parts.groups, self.turns)
+                self._checkpoints.finish(self.parts.groups, self.turns)
             return
         if self.args.save and not self._save_is_due(rollout_id):  # where the flags say so, it was kept in `begin`
             self._checkpoints.keep_state(rollout_id, self._manager.save.remote(rollout_id))
         self._save(rollout_id)
         self._saved = rollout_id
         if force_sync:
-            self._checkpoints.finish(self._parts.groups, self.turns)
+            self._checkpoints.finish(self.parts.groups, self.turns)
 
     def offload(self) -> None:
         """Nothing: the run moves trainers out of the engines' way itself."""
@@ -111,7 +111,7 @@ class DriverRun(TrainingRun):
     def dispose(self) -> ray.ObjectRef:
         """Complete what is under way; the run itself ends with the process."""
         self.finish_eval()
-        self._checkpoints.finish(self._parts.groups, self.turns, is_last=True)
+        self._checkpoints.finish(self.parts.groups, self.turns, is_last=True)
         return ray.put(None)
 
 

@@ -77,9 +77,9 @@ class TrainingRun(RunLifetime):
     def may_start(self, rollout_id: int) -> bool:
         """Whether a rollout begun now will be fresh enough when it is trained (--max-weight-staleness), and the one
         that a resumed run begins (--deterministic)."""
-        if not self._upkeep.sends_weights:
+        if not self.upkeep.sends_weights:
             return True
-        return self._schedule.may_begin(rollout_id, self._upkeep.version, self.args.max_weight_staleness)
+        return self._schedule.may_begin(rollout_id, self.upkeep.version, self.args.max_weight_staleness)
 
     @phase("generate")
     def wait_generated(self, pending: PendingRollout) -> PendingRollout:
@@ -107,7 +107,7 @@ class TrainingRun(RunLifetime):
     def _wait_counted(self, ref: ray.ObjectRef | list[ray.ObjectRef], what: str) -> None:
         start = time.monotonic()
         try:
-            self._upkeep.wait(ref, what)
+            self.upkeep.wait(ref, what)
         finally:
             self._times.waited(time.monotonic() - start)
 
@@ -120,8 +120,8 @@ class TrainingRun(RunLifetime):
         rollouts the actor makes returns, and updates nothing.)
         """
         self._rollout_id = rollout_id
-        self._upkeep.replace()
-        if first := self._parts.critic or self._parts.actor:
+        self.upkeep.replace()
+        if first := self.parts.critic or self.parts.actor:
             self.turns.to_trainer(first)  # meanwhile the manager makes the training data of the samples
         data, records = get(rollout.train_data, GENERATION, WORK_DEADLINE_S)
         self._times.generated(records)
@@ -133,14 +133,14 @@ class TrainingRun(RunLifetime):
 
     def _train(self, rollout_id: int, data: list[Any]) -> None:
         values = None
-        if self._parts.critic:
-            values = self._parts.critic.compute_values(rollout_id, data)
-        self._checkpoints.finish(self._parts.groups, self.turns, if_written=True)
+        if self.parts.critic:
+            values = self.parts.critic.compute_values(rollout_id, data)
+        self._checkpoints.finish(self.parts.groups, self.turns, if_written=True)
         self.turns.to_trainer(self.trainers)
         records, returns = self.trainers.train(rollout_id, data, values)
-        if self._parts.critic:
-            self.turns.to_trainer(self._parts.critic)
-            records += self._parts.critic.train(rollout_id, data, returns)[0]
+        if self.parts.critic:
+            self.turns.to_trainer(self.parts.critic)
+            records += self.parts.critic.train(rollout_id, data, returns)[0]
         self._log(records)
         self._log_rollout_record(self._times.trained(records))
         self._trained = range(self.plan.start_rollout_id, rollout_id + 1)
@@ -154,7 +154,7 @@ class TrainingRun(RunLifetime):
             if not (self._has_trainers and self._copies.is_due(rollout_id)):
                 self._checkpoints.forget_state(rollout_id)
             elif self._checkpoints.has_state_for_copy(rollout_id):
-                metrics = self._copies.keep(rollout_id, self._parts.groups, self.turns)
+                metrics = self._copies.keep(rollout_id, self.parts.groups, self.turns)
                 self._checkpoints.keep_state_of_copy(rollout_id)
                 self._log_rollout_record(metrics)
             return
@@ -162,7 +162,7 @@ class TrainingRun(RunLifetime):
 
     def _save(self, rollout_id: int) -> None:
         start = time.monotonic()
-        self._checkpoints.save(rollout_id, self._parts.groups, self.turns, is_last=self.is_last(rollout_id))
+        self._checkpoints.save(rollout_id, self.parts.groups, self.turns, is_last=self.is_last(rollout_id))
         self._log_rollout_record({"perf/save_model_time": time.monotonic() - start})
 
     def _end_if_asked(self, rollout_id: int) -> None:
@@ -180,18 +180,18 @@ class TrainingRun(RunLifetime):
     def sync_weights(self) -> None:
         """Send the trainer's weights to the engines, tell the manager their version, and let the engines generate."""
         notified = None
-        if self._upkeep.sends_weights:
+        if self.upkeep.sends_weights:
             self._settle_groups()
-            self._log_rollout_record(self._upkeep.send_weights(self._upkeep.version + 1))
-            notified = self._manager.set_weight_version.remote(self._upkeep.version)
+            self._log_rollout_record(self.upkeep.send_weights(self.upkeep.version + 1))
+            notified = self._manager.set_weight_version.remote(self.upkeep.version)
         if self._has_trainers:
             self.turns.to_engines()
             if metrics := self.turns.take_metrics():
                 self._log_rollout_record(metrics)
         if notified is not None:
             get(notified, "the rollout manager to hear of the weight sync", STATE_DEADLINE_S)
-        if self._upkeep.sends_weights:
-            self._upkeep.register()
+        if self.upkeep.sends_weights:
+            self.upkeep.register()
 
     def _settle_groups(self) -> None:
         """With --deterministic wait for the groups of a fully async rollout, so that each is of one version."""
@@ -214,7 +214,7 @@ class TrainingRun(RunLifetime):
         """Wait for the evaluation that runs in the background, if one does, and log it at its own step."""
         if self._evaluation is not None:
             (step, pending), self._evaluation = self._evaluation, None
-            records, shown = self._upkeep.wait(pending, "the evaluation")
+            records, shown = self.upkeep.wait(pending, "the evaluation")
             self._log(records)
             logging_utils.log_eval_samples(shown, step)
 

@@ -163,7 +163,7 @@ class AsyncRolloutWorker:
 
     def stop(self) -> None:
         """Cancel what is in flight. Finished groups can still be taken."""
-        async_utils.run(self._stop())
+        async_utils.run(self.end())
 
     def get_completed_groups(self, limit: int | None = None) -> list[Group]:
         """Take finished groups, those with the oldest weights first; at once, none where none is there."""
@@ -263,7 +263,8 @@ class AsyncRolloutWorker:
 
     # ---- inside
 
-    async def _stop(self) -> None:
+    async def end(self) -> None:
+        """As `stop`, for code in the event loop."""
         self._is_running = False
         WeightClock().forget(self._on_sync)
         tasks = list(self._flying)

@@ -56,10 +56,10 @@ class World:
         """A manager as it is after `start`, for a trainer of one rank."""
         manager = RolloutManager.__new__(RolloutManager)
         manager.args = self.args(letters, **changes)
-        manager._data_source, manager._parallel_config = None, {"dp_size": 1, "cp_size": 1}
-        manager._generated = manager._replacements = manager._router_watch = None
-        manager._recorder = SampleRecorder(manager.args)
-        manager._load_user_code()
+        manager.data_source, manager._parallel_config = None, {"dp_size": 1, "cp_size": 1}
+        manager._generated = manager.replacements = manager._router_watch = None
+        manager.recorder = SampleRecorder(manager.args)
+        manager.load_user_code()
         return manager
 
     def data_set(self, name: str, letters: str, **settings: Any) -> EvalDatasetConfig:

@@ -41,7 +41,7 @@ def test_the_filter_of_the_page_drops_what_is_solved(world: World, page):
 
 
 def test_the_data_source_of_the_page_hands_out_the_longest_prompts(world: World, page):
-    source = world.manager("bcde", data_source_path=page("Hardest"))._data_source
+    source = world.manager("bcde", data_source_path=page("Hardest")).data_source
     for length, group in enumerate(groups := [source._next_group() for _ in range(4)]):
         group[0].prompt = "p" * length
     source.add_samples(groups)

@@ -49,7 +49,7 @@ def test_a_rollouts_hooks_assign_to_args_and_later_ones_see_it(world: World, mon
     manager = world.manager("b", n_samples_per_prompt=1, rollout_batch_size=1, over_sampling_batch_size=1)
     changes = {flag: f"user_package.hooks:{name}" for flag, name in flags.items()}
     manager.args = Args(**{**vars(manager.args), **changes, "rollout_sample_hook_path": []}).freeze()
-    manager._load_user_code()
+    manager.load_user_code()
     rollout(manager, 0)
     assert hook_args(manager.args).seen == list(flags.values())
     assert not hasattr(manager.args, "seen") and manager.args.is_frozen

@@ -29,7 +29,7 @@ def test_a_rollout_function_gets_args_rollout_and_source_and_evaluation_by_name(
     manager = world.manager(rollout_function_path=path("rollout"))
     data = train_data(manager, 3)
     [call] = calls.of("rollout")
-    assert call.args == (manager.args, 3, manager._data_source) and call.kwargs == {"evaluation": False}
+    assert call.args == (manager.args, 3, manager.data_source) and call.kwargs == {"evaluation": False}
     assert data["raw_reward"] == [0.0, 1.0, 0.0, 1.0], "what it returned is trained on"
     _, [(metrics, _)] = rollout(manager, 4)
     assert metrics["rollout/note"] == 4.0, "its metrics are logged verbatim"
@@ -50,7 +50,7 @@ def test_an_evaluation_function_gets_the_same_with_evaluation_true(world: World,
     manager = world.manager(eval_function_path=path("rollout"))
     [(metrics, _)], _ = manager.eval(3, step=5)
     [call] = calls.of("rollout")
-    assert call.args == (manager.args, 3, manager._data_source) and call.kwargs == {"evaluation": True}
+    assert call.args == (manager.args, 3, manager.data_source) and call.kwargs == {"evaluation": True}
     assert (metrics["eval/mine"], metrics["eval/note"], metrics["eval/step"]) == (0.5, 5.0, 5)
 
 
@@ -203,7 +203,7 @@ def test_a_dynamic_filter_gets_each_finished_group_until_enough_are_kept(
 
 def test_a_buffer_filter_gets_none_the_buffer_and_how_many(world: World, path: Paths, calls):
     manager = world.manager("bcde", buffer_filter_path=path("pop_last"))
-    source = manager._data_source
+    source = manager.data_source
     source.get_samples(0)
     assert calls.of("pop_last") == [], "an empty buffer has nothing to pick from"
     source.add_samples(groups := source.get_samples(3))
@@ -236,7 +236,7 @@ def test_the_hook_for_all_samples_sees_dropped_groups_too_and_the_data_source(wo
     rollout(manager, 0)
     [call] = calls.of("see_all")
     args, groups, source = call.args
-    assert args is manager.args and source is manager._data_source and call.kwargs == {}
+    assert args is manager.args and source is manager.data_source and call.kwargs == {}
     indices = [group[0].group_index for group in groups]
     assert indices == sorted(indices) and 1 in indices, "group 1 was dropped"
     assert calls.CALLS.index(call) > calls.CALLS.index(calls.of("remove_first")[0])
@@ -323,7 +323,7 @@ def test_a_data_source_of_the_user_is_made_of_args_and_asked_as_documented(world
     data = train_data(manager)
     manager.save(0)
     manager.load(0)
-    source = manager._data_source
+    source = manager.data_source
     assert calls.of("__init__")[0].args == (source, manager.args)
     assert [(call.args[1:], call.kwargs) for call in calls.of("get_samples")] == [((3,), {})]
     [call] = calls.of("add_samples")

@@ -95,6 +95,6 @@ def test_a_reward_for_one_sample_that_gets_a_list_is_told_why(world: World, path
 def test_of_a_fan_out_the_prompt_goes_back_as_it_was(world: World, path: Paths):
     manager = fan_out_world(world, path, over_sampling_batch_size=6, rollout_batch_size=1)
     rollout(manager, 0)
-    source = manager._data_source
+    source = manager.data_source
     assert isinstance(source, RolloutDataSourceWithBuffer) and source.buffer
     assert all(len(group) == 2 and not group[0].tokens for group in source.buffer)

@@ -239,7 +239,7 @@ def test_siblings_of_several_executions_are_refused(world: World):
     ],
 )
 def test_a_wrong_pick_from_the_buffer_is_named(world: World, function: str, sentence: str):
-    source = world.manager("bcd", buffer_filter_path=f"user_package.wrong.{function}")._data_source
+    source = world.manager("bcd", buffer_filter_path=f"user_package.wrong.{function}").data_source
     source.add_samples(source.get_samples(3))
     with pytest.raises(HookReturnError, match=pattern("buffer_filter_path", function, sentence)):
         source.get_samples(1)

@@ -154,7 +154,7 @@ def test_a_curriculum_source_and_its_rollout_function_keep_their_place(talk, tmp
     boxes, [(metrics, _)] = rollout(manager, 0)
     assert boxes[0].inner["source_names"] == ["level_0"] * 2 + ["level_2"] * 2
     assert metrics["rollout/level"] == 1
-    source = manager._data_source
+    source = manager.data_source
     given_back = source.get_samples(2)
     source.add_samples(given_back[::-1])
     manager.save(0)
@@ -163,9 +163,9 @@ def test_a_curriculum_source_and_its_rollout_function_keep_their_place(talk, tmp
     generation.GenerateState.clear_instances()
     resumed = world.manager(**{**flags, "load": flags["save"], "save": None})
     resumed.load(0)
-    assert resumed._data_source.get_metadata() == {"level": 1}
-    assert [group[0].metadata["level"] for group in resumed._data_source.get_samples(2)] == [1, 3], "from the buffer"
-    assert resumed._data_source.get_buffer_length() == 0
+    assert resumed.data_source.get_metadata() == {"level": 1}
+    assert [group[0].metadata["level"] for group in resumed.data_source.get_samples(2)] == [1, 3], "from the buffer"
+    assert resumed.data_source.get_buffer_length() == 0
 
 
 def test_the_modules_import_only_public_names(user_path: Path):

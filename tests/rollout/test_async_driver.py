@@ -127,12 +127,12 @@ def test_the_state_of_the_data_source_is_that_of_the_rollout_that_is_saved(monke
 
     run = TrainingRun(run_args(save_interval=1))
     run.plan = RunPlan(start_rollout_id=0, num_rollout=3, num_rollout_per_epoch=9)
-    run._parts.manager = SimpleNamespace(
+    run.parts.manager = SimpleNamespace(
         generate=method("generate"), train_data=method("train_data"), save=method("save")
     )
     off = {"colocate": False, "offload_train": False, "offload_rollout": False, "release_train": False}
-    run._parts._turns = GpuTurns(SimpleNamespace(**off), run._manager)
-    run._parts.actor = SimpleNamespace(save_model=lambda rollout_id: waited.append(f"model {rollout_id}"))
+    run.parts._turns = GpuTurns(SimpleNamespace(**off), run._manager)
+    run.parts.actor = SimpleNamespace(save_model=lambda rollout_id: waited.append(f"model {rollout_id}"))
     monkeypatch.setattr(run, "_log_rollout_record", lambda metrics: None)
     for rollout_id in range(3):
         run.start_generate(rollout_id)
@@ -145,7 +145,7 @@ def test_the_engines_keep_their_memory_until_a_hook_that_reads_the_samples_has_r
     waited = []
     for flags in ({}, {HOOKS_ON_SAMPLES[0]: "mine"}):
         run = TrainingRun(run_args(**flags))
-        monkeypatch.setattr(run._upkeep, "wait", lambda ref, what: waited.append(ref))
+        monkeypatch.setattr(run.upkeep, "wait", lambda ref, what: waited.append(ref))
         run.wait_generated(PendingRollout("samples", "training data"))
         waited.append("trained")
     assert waited == ["samples", "trained", "samples", "training data", "trained"]
@@ -159,7 +159,7 @@ def test_an_evaluation_is_logged_at_the_step_at_which_it_began(monkeypatch):
     run = TrainingRun(run_args(eval_interval=1))
     run.plan = RunPlan(start_rollout_id=0, num_rollout=9, num_rollout_per_epoch=9)
     evaluation = SimpleNamespace(remote=lambda rollout_id, step: ([({"eval/step": step}, "eval/step")], []))
-    run._parts.manager = SimpleNamespace(eval=evaluation)
+    run.parts.manager = SimpleNamespace(eval=evaluation)
     run.start_eval_if_due(4)
     assert not logged, "nothing waits"
     run.start_eval_if_due(5)

@@ -200,7 +200,7 @@ def test_groups_stay_in_flight_when_a_rollout_ends_and_belong_to_the_next_one():
         engine.end_all()
         await settle()
         assert numbers(second.result().samples)[0] == 2, "what is finished first is used first"
-        await worker._stop()
+        await worker.end()
 
     scenario(run())
 
@@ -220,7 +220,7 @@ def test_a_full_queue_holds_the_worker_back_and_taking_groups_lets_it_go_on():
         worker.fill()
         await settle()
         assert engine.calls and source.drawn > drawn
-        await worker._stop()
+        await worker.end()
 
     scenario(run())
 
@@ -239,7 +239,7 @@ def test_a_crashed_group_is_retried_then_counted_reported_and_replaced(caplog):
         assert numbers(output.samples) == [1]
         assert output.metrics["rollout/fully_async/crashed_groups"] == 1
         assert output.metrics["rollout/fully_async/retried_groups"] == 2
-        await worker._stop()
+        await worker.end()
 
     scenario(run())
     assert "the tool broke" in caplog.text and "sample 0 (prompt 0: 'p0')" in caplog.text
@@ -252,7 +252,7 @@ def test_groups_that_all_crash_end_the_rollout_instead_of_waiting_for_ever():
         while not task.done():
             engine.end_all("crash")
             await settle()
-        await worker._stop()
+        await worker.end()
         with pytest.raises(RuntimeError, match="17 groups crashed during rollout 0, each 1 time.*the tool broke"):
             task.result()
 
@@ -274,7 +274,7 @@ def test_an_aborted_group_goes_back_to_the_data_source_with_what_it_has_where_pa
         assert output.metrics["rollout/aborted_ratio"] == 1 / 2, "one was aborted, one accepted"
         assert group[0].response_length == (3 if partial else 2), "one token before the abort, two after it"
         assert group[0].status is Status.COMPLETED
-        await worker._stop()
+        await worker.end()
 
     scenario(run())
 
@@ -288,7 +288,7 @@ def test_a_group_that_is_aborted_for_ever_is_an_error():
             await settle()
         with pytest.raises(RuntimeError, match="prompt group 0 was aborted 11 times"):
             task.result()
-        await worker._stop()
+        await worker.end()
 
     scenario(run())
 
@@ -306,7 +306,7 @@ def test_the_dynamic_filter_drops_groups_and_others_take_their_place():
             await settle()
         assert numbers(task.result().samples) == [1, 3]
         assert task.result().metrics["rollout/dynamic_filter/drop_even"] == 2
-        await worker._stop()
+        await worker.end()
 
     scenario(run())
 
@@ -339,7 +339,7 @@ def test_groups_that_could_only_become_too_old_are_not_begun_before_the_sync():
         sync()
         await settle()
         assert source.drawn == 6, "now those of rollout 2 may be begun"
-        await worker._stop()
+        await worker.end()
 
     scenario(run())
 
@@ -362,7 +362,7 @@ def test_a_group_that_took_too_long_begins_anew_and_is_counted():
         metrics = task.result().metrics
         assert metrics["rollout/fully_async/stale_groups"] == 2, "2 and 3: version 1, trained at 3"
         assert min(oldest_version(group) for group in task.result().samples) >= 2
-        await worker._stop()
+        await worker.end()
 
     scenario(run())
 
@@ -373,7 +373,7 @@ def test_no_group_is_begun_for_a_rollout_after_the_last():
         worker, source = make(concurrency=50)
         await collecting(worker, 0)
         assert source.drawn == 2 * 2
-        await worker._stop()
+        await worker.end()
 
     scenario(run())
 
@@ -468,7 +468,7 @@ def test_no_trained_token_is_older_than_the_bound_whatever_ends_when(data):
             await settle()
         await simulation.finish()
         assert len(set(simulation.used)) == len(simulation.used), "a prompt was trained on twice"
-        await simulation.worker._stop()
+        await simulation.worker.end()
 
     scenario(run())
 
@@ -514,7 +514,7 @@ async def in_order(rng: random.Random, source: Source, *, first: int, end: int, 
         await some_end()  # meanwhile it is trained
         await until(asyncio.create_task(worker.settle()))
         sync()
-    await worker._stop()
+    await worker.end()
     return trained
 
 
@@ -552,7 +552,7 @@ def test_in_order_a_group_that_never_works_is_replaced_behind_the_others_of_its_
         assert not task.done(), "group 2 has to wait for group 1"
         engine.end(0)
         assert numbers((await task).samples) == [1, 2]
-        await worker._stop()
+        await worker.end()
 
     scenario(run())
 

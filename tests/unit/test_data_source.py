@@ -236,7 +236,7 @@ def test_a_full_disk_leaves_the_old_state_and_is_said_by_the_manager(make, tmp_p
         return opens("/dev/full" if str(path).startswith(str(folder / file)) else path, *more, **named)
 
     manager = RolloutManager.__new__(RolloutManager)
-    manager._data_source, manager.args = source, source.args
+    manager.data_source, manager.args = source, source.args
     with monkeypatch.context() as patch:
         patch.setattr(io, "open", open_full)
         assert "No space left on device" in manager.save(0)

@@ -36,7 +36,7 @@ class FakeRun(TrainingRun):
             start_rollout_id=self.args.first, num_rollout=self.args.num_rollout, num_rollout_per_epoch=9
         )
         self.calls = self.args.calls
-        self._upkeep.version, self._upkeep.sends_weights = 1, True
+        self.upkeep.version, self.upkeep.sends_weights = 1, True
 
     def finish(self, *, failed=False):
         self.calls.append("finish")
@@ -62,7 +62,7 @@ class FakeRun(TrainingRun):
             self.calls.append(f"save {rollout_id}")
 
     def sync_weights(self):
-        self._upkeep.version += 1
+        self.upkeep.version += 1
         self.calls.append("sync")
 
     def _start_eval(self, rollout_id, *, step):
@@ -171,7 +171,7 @@ def test_the_data_source_is_saved_before_a_rollout_ahead_draws_its_prompts():
 
     run = TrainingRun(run_args())
     run.plan = RunPlan(start_rollout_id=0, num_rollout=2, num_rollout_per_epoch=1)
-    run._parts.manager = SimpleNamespace(
+    run.parts.manager = SimpleNamespace(
         generate=Method("generate"), train_data=Method("train_data"), save=Method("save")
     )
     run.start_generate(0)
@@ -265,7 +265,7 @@ def test_the_state_of_a_rollout_that_may_be_the_last_is_there_and_removed_if_it_
         path.write_text("state")
 
     nothing = SimpleNamespace(remote=lambda *_: None)
-    run._parts.manager = SimpleNamespace(
+    run.parts.manager = SimpleNamespace(
         generate=nothing, train_data=nothing, save=SimpleNamespace(remote=lambda number: save(number) or "saved")
     )
     run.start_generate(0)

@@ -77,12 +77,12 @@ def run_of(calls: list[str], *, critic: bool = False, dies_at: str = "", **flags
     values |= {"save_interval": 1, "eval_interval": 1, "max_weight_staleness": None, "num_rollout": 1}
     run = TrainingRun(SimpleNamespace(**(values | ON | flags)))
     run._log = lambda records: None  # type: ignore[method-assign]
-    run._parts.take_manager(Manager(calls, dies_at))
-    run._parts.actor = Group("actor", calls)  # type: ignore[assignment]
-    run._parts.critic = Group("critic", calls) if critic else None  # type: ignore[assignment]
+    run.parts.take_manager(Manager(calls, dies_at))
+    run.parts.actor = Group("actor", calls)  # type: ignore[assignment]
+    run.parts.critic = Group("critic", calls) if critic else None  # type: ignore[assignment]
     run.plan = RunPlan(start_rollout_id=0, num_rollout=1, num_rollout_per_epoch=9)
-    run._upkeep.sends_weights = True
-    run.turns.start_trainers(run._parts.groups)
+    run.upkeep.sends_weights = True
+    run.turns.start_trainers(run.parts.groups)
     return run
 
 
@@ -147,9 +147,9 @@ def start(calls: list[str], monkeypatch: pytest.MonkeyPatch, *, dies: bool = Fal
     off = {"debug_train_only": False, "debug_rollout_only": False}
     values = ON | off | {"use_critic": True, "num_rollout": 1} | flags
     run = TrainingRun(SimpleNamespace(**values))
-    run._parts._trainer_placement = None  # type: ignore[assignment]
-    run._parts.take_manager(Manager(calls))
-    run._parts.start()
+    run.parts._trainer_placement = None  # type: ignore[assignment]
+    run.parts.take_manager(Manager(calls))
+    run.parts.start()
     return calls
 
 
@@ -218,7 +218,7 @@ def test_engines_on_gpus_of_their_own_never_leave_and_the_actor_stays_unless_the
 
 def test_engines_that_take_no_weights_come_back_all_the_same(calls: list[str]) -> None:
     run = run_of(calls)
-    run._upkeep.sends_weights = False
+    run.upkeep.sends_weights = False
     calls.clear()
     run.sync_weights()
     assert calls == ["actor sleep", "engines onload_weights", "engines onload_kv"]
@@ -262,17 +262,17 @@ def test_an_engine_in_place_of_the_only_one_takes_turns_with_the_trainer_in_the_
 
     monkeypatch.setattr(Manager, "say", answer)
     run.sync_weights()
-    run._upkeep.serve_all()
-    run._upkeep.serve_all()
+    run.upkeep.serve_all()
+    run.upkeep.serve_all()
     calls.clear()
-    run._upkeep.serve_all()
+    run.upkeep.serve_all()
     assert calls == [
         "engines replace_engines",  # it takes all of its memory when it starts: the trainer sleeps
         *["engines hold_requests", "engines offload", "actor wake_up", "engines onload_weights"],
         *["engines pause_watch", "engines get_updatable_engines", "actor connect_rollout_engines"],
         *["actor update_weights", "actor sleep", "engines onload_kv", "engines register_engines"],
     ]
-    assert run._upkeep.version == 1
+    assert run.upkeep.version == 1
 
 
 def test_times_of_several_moves_add_up_and_the_critics_have_its_name(calls: list[str]) -> None:
@@ -368,7 +368,7 @@ def test_a_checkpoint_that_does_not_fit_is_said_and_the_run_goes_on_unless_it_wa
     run.plan = RunPlan(start_rollout_id=0, num_rollout=2, num_rollout_per_epoch=2)
     logged: list[dict[str, float]] = []
     run._log = lambda records: logged.extend(metrics for metrics, _ in records)  # type: ignore[method-assign]
-    run._parts.actor = SimpleNamespace(role="actor", save_model=lambda _: "/disk has 0.01 GB free", wake_up=lambda: {})  # type: ignore[assignment]
+    run.parts.actor = SimpleNamespace(role="actor", save_model=lambda _: "/disk has 0.01 GB free", wake_up=lambda: {})  # type: ignore[assignment]
     run.save_if_due(0)
     assert "the checkpoint of rollout 0 was not written: /disk has 0.01 GB free" in caplog.text
     assert [one for one in logged if "perf/checkpoint_not_written" in one][-1]["perf/checkpoint_not_written"] == 1

@@ -134,13 +134,13 @@ def manager(monkeypatch, tmp_path) -> RolloutManager:
         keep_rollouts="all",
         rollout_record_fraction=1.0,
     )
-    bare._recorder = SampleRecorder(bare.args)
-    bare._data_source = bare._generated = bare._replacements = bare._router_watch = None
+    bare.recorder = SampleRecorder(bare.args)
+    bare.data_source = bare._generated = bare.replacements = bare._router_watch = None
     bare._parallel_config = {"dp_size": 2, "cp_size": 1}
-    bare._generate = lambda args, rollout_id, data_source, evaluation: RolloutFnTrainOutput(
+    bare.rollout_function = lambda args, rollout_id, data_source, evaluation: RolloutFnTrainOutput(
         make_samples(), {"rollout/mine": 3.0}
     )
-    bare._evaluate = lambda args, rollout_id, data_source, evaluation: RolloutFnEvalOutput(
+    bare.eval_function = lambda args, rollout_id, data_source, evaluation: RolloutFnEvalOutput(
         {"digits": {"rewards": [1.0, 0.0], "truncated": [False, True], "samples": make_samples()[0]}},
         {"eval/mine": 4.0},
     )
@@ -156,7 +156,7 @@ def whole(manager: RolloutManager, rollout_id: int) -> tuple[list[Any], list[Any
 def test_samples_of_rollouts_and_evaluations_are_recorded(manager, tmp_path):
     whole(manager, 3)
     manager.eval(3, 4)
-    manager._recorder.finish(60)
+    manager.recorder.finish(60)
     records = RolloutRecords(tmp_path)
     assert records.open(3).table(["index"])["index"].to_pylist() == [0, 1, 2, 3]
     assert records.open(4, evaluation=True).table(["dataset"])["dataset"].to_pylist() == ["digits"] * 2
@@ -165,7 +165,7 @@ def test_samples_of_rollouts_and_evaluations_are_recorded(manager, tmp_path):
 def test_shares_say_which_samples_are_recorded_where_not_all_are(manager):
     assert not any("recorded_indices" in box.inner for box in whole(manager, 0)[0])
     manager.args.rollout_record_fraction = 0.5
-    manager._recorder = SampleRecorder(manager.args)
+    manager.recorder = SampleRecorder(manager.args)
     recorded = [box.inner["recorded_indices"] for box in whole(manager, 1)[0]]
     assert recorded[0] == recorded[1] and len(recorded[0]) == 2  # one of two groups
 
@@ -215,7 +215,7 @@ def test_a_rollout_function_that_returns_tokens_that_are_too_old_ends_the_run(ma
     samples = make_samples()
     for sample in (sample for group in samples for sample in group):
         sample.weight_versions = ["2", "3"]
-    manager._generate = lambda args, rollout_id, data_source, evaluation: RolloutFnTrainOutput(samples)
+    manager.rollout_function = lambda args, rollout_id, data_source, evaluation: RolloutFnTrainOutput(samples)
     manager.set_sync_schedule(SyncSchedule(0, 9))
     manager.args.max_weight_staleness = 1
     try:
@@ -237,7 +237,7 @@ def test_a_share_carries_the_version_at_which_the_rollout_was_begun(manager):
 
     try:
         manager.set_weight_version(4)
-        manager._generate = sync_meanwhile
+        manager.rollout_function = sync_meanwhile
         assert [box.inner["weight_version"] for box in whole(manager, 7)[0]] == [4, 4]
     finally:
         WeightClock.clear_instances()
@@ -265,7 +265,7 @@ def test_a_dump_is_replayed_as_it_was_generated_without_a_rollout_function(manag
     manager.args.save_debug_rollout_data = template
     live = [as_lists(box.inner) for box in whole(manager, 7)[0]]
     manager.args.save_debug_rollout_data, manager.args.load_debug_rollout_data = None, template
-    manager._generate = None
+    manager.rollout_function = None
     replayed, [(metrics, _)] = whole(manager, 7)
     assert [as_lists(box.inner) for box in replayed] == live
     assert metrics["rollout/response_len/mean"] == 1 and "rollout/mine" not in metrics
@@ -277,7 +277,7 @@ def test_a_dump_whose_samples_cannot_be_trained_on_is_named_and_a_live_one_is_du
     manager.args.save_debug_rollout_data = template = str(tmp_path / "{rollout_id}.pt")
     bad = make_samples()
     bad[1][0].tokens[0] = -1
-    manager._generate = lambda *args, **kwargs: RolloutFnTrainOutput(bad)
+    manager.rollout_function = lambda *args, **kwargs: RolloutFnTrainOutput(bad)
     place = r"returned sample 2 \(prompt 1: ''\), number 2 of the rollout, with -1 as token 0"
     with pytest.raises(SampleError, match=f"--rollout-function-path .*{place}"):
         whole(manager, 7)
@@ -320,7 +320,7 @@ def test_the_tokenizer_is_saved_beside_the_dumps(manager, tmp_path):
     args.hf_checkpoint, args.dump_details = str(make_model(tmp_path / "model")), str(tmp_path / "details")
     args.trust_remote_code, args.load_debug_rollout_data = False, "dump/{rollout_id}.pt"
     args.rollout_function_path = args.eval_function_path = "log_nothing"  # any name that can be loaded
-    manager._load_user_code()
+    manager.load_user_code()
     assert load_tokenizer(tmp_path / "details" / "tokenizer").encode("1+1=") == (
         load_tokenizer(tmp_path / "model").encode("1+1=")
     )
@@ -340,7 +340,7 @@ def test_the_first_answer_to_the_first_prompts_of_each_set_is_shown_where_asked(
     first, second = make_samples()
     first[0].prompt, first[0].response, first[0].label, second[0].prompt = "1+1=", "2", "2", "2+2="
     sets = {name: {"rewards": [0.0, 1.0, 0.5, 1.0], "samples": first + second} for name in ("a", "b")}
-    manager._evaluate = lambda *_, evaluation: RolloutFnEvalOutput(sets)
+    manager.eval_function = lambda *_, evaluation: RolloutFnEvalOutput(sets)
     manager.args.log_eval_samples = 1
     _, shown = manager.eval(7, step=8)
     answer = {"prompt": "1+1=", "response": "2", "label": "2", "reward": 0.0, "truncated": False}
@@ -378,7 +378,7 @@ def test_a_custom_converter_replaces_the_columns_and_its_own_travel(manager):
 def test_a_small_data_set_is_at_least_one_rollout_an_epoch(manager):
     manager.args.rollout_batch_size = 4
     for prompts, rollouts in ((3, 1), (4, 1), (11, 2)):
-        manager._data_source = range(prompts)
+        manager.data_source = range(prompts)
         assert manager.get_num_rollout_per_epoch() == rollouts
 
 
@@ -394,24 +394,24 @@ def test_an_evaluation_alone_reads_no_prompts_unless_by_a_data_source_of_the_use
     manager.args.eval_only = True
     manager.args.rollout_function_path = manager.args.eval_function_path = "halve_rewards"
     manager.args.data_source_path = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
-    manager._load_user_code()
-    assert manager._data_source is None
+    manager.load_user_code()
+    assert manager.data_source is None
     assert manager.get_num_rollout_per_epoch() == 1
     manager.args.data_source_path = "PromptsOfTheUser"
-    manager._load_user_code()
-    assert isinstance(manager._data_source, PromptsOfTheUser)
-    manager.args.eval_only, manager._data_source = False, None
+    manager.load_user_code()
+    assert isinstance(manager.data_source, PromptsOfTheUser)
+    manager.args.eval_only, manager.data_source = False, None
     manager.args.data_source_path = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
     with pytest.raises(KeyError):
-        manager._load_user_code()
+        manager.load_user_code()
 
 
 def test_rollouts_and_evaluations_are_made_by_the_functions_of_their_flags(manager):
     manager.args.eval_only = False
     manager.args.rollout_function_path, manager.args.eval_function_path = "halve_rewards", "log_nothing"
     manager.args.data_source_path = "PromptsOfTheUser"
-    manager._load_user_code()
-    assert (manager._generate, manager._evaluate) == (halve_rewards, log_nothing)
+    manager.load_user_code()
+    assert (manager.rollout_function, manager.eval_function) == (halve_rewards, log_nothing)
 
 
 def test_the_watchdogs_question_waits_for_nothing_that_the_manager_does():
@@ -471,7 +471,7 @@ def test_a_failed_sync_costs_the_engines_that_it_names_or_else_those_that_do_not
     manager: Any, numbers: list[int], answers: dict[Probe, list[str]], lost: list[str], probes: list[Probe]
 ) -> None:
     engines = Engines(["a", "b"], answers)
-    manager._replacements = engines
+    manager.replacements = engines
     manager._updatable = ["a", "b"]
     assert manager.engines_failed(numbers, "flush_cache was not answered within 60 s") == len(lost)
     assert (engines.lost, engines.probes) == (lost, probes)
@@ -486,13 +486,13 @@ def test_an_engine_that_releases_no_memory_is_lost_where_another_can_take_its_pl
     manager: Any, known: list[str] | None, is_lost: bool
 ) -> None:
     manager._servers = Engines([])
-    manager._replacements = None if known is None else Engines(known)
+    manager.replacements = None if known is None else Engines(known)
     if not is_lost:
         with pytest.raises(ActorFailure, match="connection refused"):
             manager.offload()
         return
     manager.offload()
-    assert manager._replacements.lost == ["b"]
+    assert manager.replacements.lost == ["b"]
 
 
 def test_one_file_of_dumps_is_not_overwritten_by_an_evaluation(manager: RolloutManager, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def plan_of(monkeypatch: pytest.MonkeyPatch, **flags: object) -> tuple[RunPlan, 
         "exit_duration_in_mins": None,
     }
     run = TrainingRun(SimpleNamespace(**(values | flags)))
-    run._parts.manager = manager = Manager()
+    run.parts.manager = manager = Manager()
     run._connect({"start_rollout_id": 3, "parallel_config": {}, "warnings": []})
     return run.plan, manager.loaded
 

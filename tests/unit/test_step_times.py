@@ -92,10 +92,10 @@ def test_a_run_logs_the_rest_beside_the_times_of_the_step(monkeypatch: pytest.Mo
             ),
         )
     )
-    run._parts._turns = GpuTurns(
+    run.parts._turns = GpuTurns(
         SimpleNamespace(colocate=False, offload_train=False, offload_rollout=False, release_train=False), None
     )
-    run._parts.actor = SimpleNamespace(train=lambda *_: (TRAINED, []))
+    run.parts.actor = SimpleNamespace(train=lambda *_: (TRAINED, []))
     run.plan = SimpleNamespace(start_rollout_id=0, num_rollout=4)
     run.train_step(3, run.wait_generated(PendingRollout("samples", "data")))
     assert logged[-1] == {"perf/other_time": 100 - COMPUTED, "rollout/step": 3}

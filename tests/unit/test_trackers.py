@@ -222,7 +222,7 @@ def test_a_writer_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path: 
     monkeypatch.setattr(client, "RESTARTS_S", (0.05,))
     args = make_args(tmp_path, tracker=[LINES])
     init_tracking(args)
-    running = logging_utils._tracking.writer
+    running = logging_utils.tracking.writer
     assert running is not None
     log_steps(args, range(3))
     until(lambda: steps_in(tmp_path) == [0, 1, 2])
@@ -243,8 +243,8 @@ def test_a_writer_that_is_stopped_holds_up_neither_a_record_nor_the_end(tmp_path
     monkeypatch.setattr(client, "SILENT_AT_END_S", 0.5)
     args = make_args(tmp_path, tracker=[LINES])
     init_tracking(args)
-    assert logging_utils._tracking.writer is not None
-    pid = logging_utils._tracking.writer.pid
+    assert logging_utils.tracking.writer is not None
+    pid = logging_utils.tracking.writer.pid
     os.kill(pid, signal.SIGSTOP)
     begun = time.monotonic()
     log_steps(args, range(300))
@@ -353,7 +353,7 @@ def test_every_library_has_the_whole_run_after_its_process_was_stopped_and_kille
     monkeypatch.setattr(client, "RESTARTS_S", (0.05,))
     args = args_of_every_library(tmp_path, monkeypatch)
     init_tracking(args)
-    running = logging_utils._tracking.writer
+    running = logging_utils.tracking.writer
     assert running is not None
     log_steps(args, range(3))
     until(lambda: all(state.count_left(tmp_path, name) == 0 for name in ("tensorboard", "mlflow")), 300.0)

@@ -24,7 +24,7 @@ from slime.rollout.sample_hooks import set_current_rollout_id
 
 @pytest.fixture(autouse=True)
 def no_tracking_is_left_over(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(logging_utils, "_tracking", logging_utils._Tracking())
+    monkeypatch.setattr(logging_utils, "tracking", logging_utils._Tracking())
     monkeypatch.setattr(sample_hooks, "_begun_last", [None])
 
 
@@ -105,7 +105,7 @@ def test_threads_executors_and_event_loops_of_a_hook_log_to_the_rollout_that_was
 
 def test_threads_of_a_driver_write_one_record_each(args: Namespace):
     init_tracking(args)
-    assert logging_utils._tracking.console is not None
+    assert logging_utils.tracking.console is not None
     busy = threading.Lock()
 
     class Sink:
@@ -117,7 +117,7 @@ def test_threads_of_a_driver_write_one_record_each(args: Namespace):
         def finish(self):
             pass
 
-    logging_utils._tracking.sinks.append(Sink())
+    logging_utils.tracking.sinks.append(Sink())
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda value: slime.log({"mine/x": value}, value), range(40)))
     finish_tracking()

@@ -58,7 +58,7 @@ class EngineControl(RayActor):
 
     _servers: RolloutServers | None = None
     _router_watch: RouterWatch | None = None
-    _replacements: Replacements | None = None  # with --use-fault-tolerance
+    replacements: Replacements | None = None  # with --use-fault-tolerance
     _ends: EngineEnds | None = None  # without
     _loads: EngineLoads | None = None
 
@@ -80,8 +80,8 @@ class EngineControl(RayActor):
         if self.args.use_distributed_post:
             use_distributed_post(self.args)
         if self.args.use_fault_tolerance:
-            self._replacements = Replacements(self._servers, self.args)
-            self._replacements.watch.start()
+            self.replacements = Replacements(self._servers, self.args)
+            self.replacements.watch.start()
             OUTAGES.listen(self._suspect)
         else:
             self._ends = EngineEnds(self._servers.models)
@@ -90,12 +90,12 @@ class EngineControl(RayActor):
 
     def _suspect(self, url: str) -> None:
         """Look at the engines when a request to a router of the run has failed."""
-        assert self._replacements is not None
+        assert self.replacements is not None
         if origin(url) in self._router_urls():
-            self._replacements.watch.suspect()
+            self.replacements.watch.suspect()
 
     def _end_engines(self) -> None:
-        watch = self._ends if self._replacements is None else self._replacements.watch
+        watch = self._ends if self.replacements is None else self.replacements.watch
         for one in (self._router_watch, self._loads, watch):
             if one is not None:
                 one.stop()
@@ -106,9 +106,9 @@ class EngineControl(RayActor):
     @ray.method(concurrency_group="control")
     def replace_engines(self) -> None:
         """Start engines in the places of lost ones; those of the trained model serve after `register_engines`."""
-        if self._replacements is not None:
-            self._replacements.watch.look(Probe.SCHEDULES)
-            if number := self._replacements.replace():
+        if self.replacements is not None:
+            self.replacements.watch.look(Probe.SCHEDULES)
+            if number := self.replacements.replace():
                 logger.warning("%d engine(s) were started in place of lost ones", number)
 
     @ray.method(concurrency_group="control")
@@ -118,11 +118,11 @@ class EngineControl(RayActor):
         Returns:
             a number that has changed when engines were lost or replaced.
         """
-        if self._replacements is None:
+        if self.replacements is None:
             return 0
-        self._replacements.watch.pause()
-        self._replacements.watch.look(Probe.SCHEDULES)  # a sync fails as a whole if one of them is gone or hangs
-        return self._replacements.count
+        self.replacements.watch.pause()
+        self.replacements.watch.look(Probe.SCHEDULES)  # a sync fails as a whole if one of them is gone or hangs
+        return self.replacements.count
 
     @ray.method(concurrency_group="control")
     def engines_failed(self, numbers: Sequence[int], why: str) -> int:
@@ -135,15 +135,15 @@ class EngineControl(RayActor):
         Returns:
             as `pause_watch`.
         """
-        if self._replacements is None:
+        if self.replacements is None:
             return 0
-        before = self._replacements.count
+        before = self.replacements.count
         for number in numbers:
-            self._replacements.lose_engine(self._updatable[number], why)
+            self.replacements.lose_engine(self._updatable[number], why)
         for probe in (Probe.LISTENS, Probe.SCHEDULES):  # a scheduler may wait in a collective with one that is gone
-            if self._replacements.count == before:
-                self._replacements.watch.look(probe)
-        return self._replacements.count
+            if self.replacements.count == before:
+                self.replacements.watch.look(probe)
+        return self.replacements.count
 
     @ray.method(concurrency_group="control")
     def ended_engines(self) -> list[str]:
@@ -153,20 +153,20 @@ class EngineControl(RayActor):
     @ray.method(concurrency_group="control")
     def lacks_engines(self) -> bool:
         """Whether a model has lost all of its engines, and none that was started in their place serves yet."""
-        return self._replacements is not None and bool(self._replacements.without_engine())
+        return self.replacements is not None and bool(self.replacements.without_engine())
 
     @ray.method(concurrency_group="control")
     def hold_requests(self) -> None:
         """Have requests wait until `register_engines`: memory of the engines changes hands during a rollout."""
-        if self._replacements is not None:
-            self._replacements.hold_requests()
+        if self.replacements is not None:
+            self.replacements.hold_requests()
 
     @ray.method(concurrency_group="control")
     def register_engines(self) -> None:
         """Let new engines, which have the trainer's weights now, serve through the router, and watch all again."""
-        if self._replacements is not None:
-            self._replacements.register()
-            self._replacements.watch.resume()
+        if self.replacements is not None:
+            self.replacements.register()
+            self.replacements.watch.resume()
 
     def _router_urls(self) -> list[str]:
         return [] if self._servers is None else [router.url for router in self._servers.routers.values()]
@@ -176,7 +176,7 @@ class EngineControl(RayActor):
         """Address -> what each router and engine is busy with, or why it does not tell; for the stall report."""
         if self._servers is None:
             return {}
-        return engine_state(self._router_urls(), self._replacements.urls().values() if self._replacements else [])
+        return engine_state(self._router_urls(), self.replacements.urls().values() if self.replacements else [])
 
     @ray.method(concurrency_group="control")
     def get_updatable_engines(self) -> tuple[list[Any], list[int]]:
@@ -196,8 +196,8 @@ class EngineControl(RayActor):
     def offload(self) -> None:
         """Have the engines that share GPUs with the trainer release their memory (--offload-rollout)."""
         if self._servers is not None:
-            if self._replacements is not None:
-                self._replacements.watch.pause()
+            if self.replacements is not None:
+                self.replacements.watch.pause()
             self._do_without(self._servers.release_memory())
 
     @ray.method(concurrency_group="memory")
@@ -209,7 +209,7 @@ class EngineControl(RayActor):
     def _do_without(self, failed: list[tuple[Any, Exception]]) -> None:
         """Lose engines that did not move their memory; raises the reason where others cannot take their places."""
         for engine, error in failed:
-            if self._replacements is None or not self._replacements.lose_engine(engine, str(error)):
+            if self.replacements is None or not self.replacements.lose_engine(engine, str(error)):
                 raise error
 
     @ray.method(concurrency_group="memory")
@@ -223,7 +223,7 @@ class EngineControl(RayActor):
         self.onload([tag for tag in MEMORY_TAGS if tag not in WEIGHTS])
 
     def _engine_metrics(self) -> dict[str, float]:
-        found = self._replacements.metrics() if self._replacements else {}
+        found = self.replacements.metrics() if self.replacements else {}
         if self._router_watch is not None:
             found["rollout/router_restarts"] = float(self._router_watch.count)
         return found | (self._loads.take() if self._loads else {})

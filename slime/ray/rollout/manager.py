@@ -56,6 +56,11 @@ class RolloutManager(EngineControl):
         args: the run's flags.
         engine_slots: each slot that engines take.
         log_path: where this process's log goes; what user code prints still reaches the driver's terminal.
+
+    Attributes:
+        data_source: None in a replay.
+        rollout_function, eval_function: the hooks.
+        recorder: of samples, for pages.
     """
 
     def __init__(self, args: Args, engine_slots: list[Slot], *, log_path: str) -> None:
@@ -65,26 +70,27 @@ class RolloutManager(EngineControl):
         stalls.publish_progress(stalls.MANAGER, lambda: {"under_way": [list(one) for one in counts_under_way()]})
         logging_utils.init_tracking(args, primary=False)
         super().__init__(args, engine_slots)
-        self._data_source: Any = None
+        self.data_source: Any = None
         self._parallel_config: dict[str, int] = {}
         self._generated: Generated | None = None
-        self._recorder = SampleRecorder(args)
+        self.recorder = SampleRecorder(args)
 
     def start(self) -> None:
         """Start the engines and their router (if the run has any); meanwhile open the data source and the hooks."""
         # The thread is the one that reads data: a child process started in it would end with it.
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="data-source") as thread:
-            loading = thread.submit(self._load_user_code)
+            loading = thread.submit(self.load_user_code)
             if self.args.engine_models:
                 self._start_engines()
             loading.result(timeout=LOAD_DEADLINE_S)
         spare_garbage_collector()
 
-    def _load_user_code(self) -> None:
-        if _draws_prompts(self.args) and self._data_source is None:
+    def load_user_code(self) -> None:
+        """Open the data source, and load the functions of rollouts and evaluations."""
+        if _draws_prompts(self.args) and self.data_source is None:
             self._open_data_source(self.args)
-        self._generate = load_function(self.args.rollout_function_path)
-        self._evaluate = load_function(self.args.eval_function_path)
+        self.rollout_function = load_function(self.args.rollout_function_path)
+        self.eval_function = load_function(self.args.eval_function_path)
         if self.args.dump_details:
             self._save_tokenizer()
 
@@ -92,7 +98,7 @@ class RolloutManager(EngineControl):
         path = args.data_source_path
         with blame_hook(f"--data-source-path {hook_name(path)}", only_exits=True):
             source = load_function(path)(hook_args(args))
-        self._data_source = check_data_source(path, source)
+        self.data_source = check_data_source(path, source)
 
     def count_rollouts_per_epoch(self) -> int:
         """As `get_num_rollout_per_epoch`, before the start: the data source is opened for it."""
@@ -105,11 +111,11 @@ class RolloutManager(EngineControl):
 
         A replay has no data set either. A run without training asks for nothing that happens at an epoch's end.
         """
-        if self._data_source is None:
+        if self.data_source is None:
             return 0 if self.args.load_debug_rollout_data else 1
-        if not len(self._data_source):
+        if not len(self.data_source):
             return 0
-        return max(1, len(self._data_source) // self.args.rollout_batch_size)
+        return max(1, len(self.data_source) // self.args.rollout_batch_size)
 
     def set_train_parallel_config(self, config: dict[str, int]) -> None:
         """Tell how many data-parallel ranks share a rollout (`dp_size`, `cp_size`, ...)."""
@@ -132,7 +138,7 @@ class RolloutManager(EngineControl):
 
     def generate(self, rollout_id: int) -> None:
         """Make the samples of one rollout; `train_data`, to be called next, makes of them what the trainer takes."""
-        self._generated = make_samples(self.args, rollout_id, self._generate, self._data_source)
+        self._generated = make_samples(self.args, rollout_id, self.rollout_function, self.data_source)
 
     @ray.method(num_returns=2)
     def train_data(self) -> tuple[list[Box], list[MetricRecord]]:
@@ -145,7 +151,7 @@ class RolloutManager(EngineControl):
         rollout, self._generated = self._generated, None
         if rollout is None:
             return [], []
-        boxes = make_shares(self.args, rollout, self._parallel_config, self._engine_metrics(), self._recorder)
+        boxes = make_shares(self.args, rollout, self._parallel_config, self._engine_metrics(), self.recorder)
         return boxes, logging_utils.take_pending()
 
     @ray.method(concurrency_group="evaluation")
@@ -159,10 +165,12 @@ class RolloutManager(EngineControl):
         Returns:
             the metric records, and the answers to show (--log-eval-samples).
         """
-        output = call_rollout_fn(self._evaluate, hook_args(self.args), rollout_id, self._data_source, evaluation=True)
+        output = call_rollout_fn(
+            self.eval_function, hook_args(self.args), rollout_id, self.data_source, evaluation=True
+        )
         made = {n: [*(r.get("samples") or ()), *(r.get("untrusted") or ())] for n, r in output.data.items()}
         dump_samples(self.args, [sample for samples in made.values() for sample in samples], f"eval_{step}")
-        self._recorder.evaluation(step, made)
+        self.recorder.evaluation(step, made)
         extra = dict(output.metrics or {})
         given = (rollout_id, hook_args(self.args), output.data, extra)
         own = call_log_hook(self.args, "custom_eval_rollout_log_function_path", *given)
@@ -176,11 +184,11 @@ class RolloutManager(EngineControl):
         Returns:
             why it was not written, if its disk is full.
         """
-        if self._data_source is None:  # a replay has none
+        if self.data_source is None:  # a replay has none
             return None
         try:
             with blame_hook(f"--data-source-path {hook_name(self.args.data_source_path)}: save", only_exits=True):
-                save_data_source(self._data_source, rollout_id)
+                save_data_source(self.data_source, rollout_id)
         except (OSError, RuntimeError) as error:  # torch's serializer makes the one of the other
             if (problem := line_of_full_disk(error)) is None:
                 raise
@@ -195,23 +203,23 @@ class RolloutManager(EngineControl):
         """
         stop_worker()
         self._generated = None
-        if self._data_source is not None:
+        if self.data_source is not None:
             args = hook_args(self.args)
             args.load = load
             self._open_data_source(args)
 
     def load(self, rollout_id: int) -> None:
         """Read the data source's state of `rollout_id`."""
-        if self._data_source is not None:
+        if self.data_source is not None:
             with blame_hook(f"--data-source-path {hook_name(self.args.data_source_path)}: load", only_exits=True):
-                self._data_source.load(rollout_id)
+                self.data_source.load(rollout_id)
 
     @ray.method(concurrency_group="control")
     def dispose(self) -> None:
         """End the engines and the router; after a failure next to a rollout that will not end any more."""
         stop_worker()
         self._end_engines()
-        self._recorder.finish(RECORDS_DEADLINE_S)
+        self.recorder.finish(RECORDS_DEADLINE_S)
 
     def _save_tokenizer(self) -> None:
         """Beside the dumps of --dump-details: what turns their tokens into text again."""
