@@ -348,7 +348,7 @@ def names_of_index(origin: str) -> list[str]:
         UsageError: it cannot be read.
     """
     from slime.utils.errors import UsageError
-    from slime.weights.safetensors_files import INDEX_FILE
+    from slime.weights.names import INDEX_FILE
 
     file = Path(origin) / INDEX_FILE
     try:

@@ -29,9 +29,17 @@ from slime.weights.formats import (
     Int4Format,
     format_of_checkpoint,
 )
-from slime.weights.names import is_fused, place_of, single_names
+from slime.weights.names import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    Header,
+    check_names,
+    is_fused,
+    place_of,
+    read_header,
+    single_names,
+)
 from slime.weights.quantization import E4M3, dequantize, dequantize_groups, unpack
-from slime.weights.safetensors_files import INDEX_FILE, SINGLE_FILE, Header, check_names, read_header
 
 DTYPES = {
     "F64": torch.float64,

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from slime.checkpoints.paths import to_disk
 from slime.conversion.reader import NAMES, TensorInfo, bytes_of
 from slime.utils.errors import UsageError
-from slime.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
+from slime.weights.names import INDEX_FILE, SINGLE_FILE
 
 SHARD_BYTES = 5 * 1024**3
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")

@@ -16,7 +16,7 @@ from slime.backends.megatron_utils.update_weight import base, build_weight_updat
 from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.utils import http_utils
-from slime.weights.safetensors_files import read_index
+from slime.weights.names import read_index
 from tests.integration.launch import ROOT, Run, grpo_flags, make_model, train, write_prompts
 
 PROMPT = [9, 30, 31, 77]

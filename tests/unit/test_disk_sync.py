@@ -32,7 +32,7 @@ from slime.checkpoints import paths
 from slime.checkpoints.paths import MANIFEST_FILE
 from slime.config.rules.files import check_weight_dir
 from slime.utils import http_utils
-from slime.weights.safetensors_files import INDEX_FILE, what_is_wrong
+from slime.weights.names import INDEX_FILE, what_is_wrong
 from slime.weights.transports import WeightDir, why_not_ours
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 

@@ -6,16 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.backends.megatron_utils.passes import train_step
+from slime.backends.megatron_utils.passes import forward
 
 
 def step(monkeypatch, *, optimizer_returns, log_num_zeros_in_grad=False):
     """(metrics, advances of the schedule) of a step of 8 rollouts."""
     advances = []
-    monkeypatch.setattr(train_step, "_forward_backward", lambda *_: [{}])
-    monkeypatch.setattr(train_step, "reduce_reports", lambda *_: {"loss": 1.0})
-    monkeypatch.setattr(train_step, "from_last_stage", lambda metrics: metrics)
-    monkeypatch.setattr(train_step.parallel_state, "get_data_parallel_group", lambda **_: None)
+    monkeypatch.setattr(forward, "_forward_backward", lambda *_: [{}])
+    monkeypatch.setattr(forward, "reduce_reports", lambda *_: {"loss": 1.0})
+    monkeypatch.setattr(forward, "from_last_stage", lambda metrics: metrics)
+    monkeypatch.setattr(forward.parallel_state, "get_data_parallel_group", lambda **_: None)
     optimizer = SimpleNamespace(zero_grad=lambda: None, param_groups=[{"lr": 0.5}], step=lambda: optimizer_returns)
     scheduler = SimpleNamespace(step=lambda increment: advances.append(increment))
     state = SimpleNamespace(model=[], optimizer=optimizer, scheduler=scheduler)
@@ -26,7 +26,7 @@ def step(monkeypatch, *, optimizer_returns, log_num_zeros_in_grad=False):
         num_moe_experts=None,
     )
     micro_batches = SimpleNamespace(global_batch_sizes=[8])
-    return train_step.train_one_step(args, state, micro_batches, rollout_id=0, step_id=0), advances
+    return forward.train_one_step(args, state, micro_batches, rollout_id=0, step_id=0), advances
 
 
 @pytest.mark.parametrize(

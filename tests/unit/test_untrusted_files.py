@@ -23,7 +23,7 @@ from slime.checkpoints.paths import TRACKER_FILE
 from slime.config.megatron.arguments import checkpoint_shape_problems
 from slime.conversion.reader import RawTensors
 from slime.utils.errors import UsageError
-from slime.weights.safetensors_files import INDEX_FILE, read_index, what_is_wrong
+from slime.weights.names import INDEX_FILE, read_index, what_is_wrong
 from tools.inspect_checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent

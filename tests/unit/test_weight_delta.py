@@ -31,7 +31,7 @@ from slime.backends.sglang_utils import disk_weights
 from slime.backends.sglang_utils.disk_weights import LocalCheckpoint
 from slime.checkpoints.paths import MANIFEST_FILE, entries_of, write_manifest
 from slime.weights.delta import CHECKSUMS, ENCODINGS, checksum, decode, encode, parts_of
-from slime.weights.safetensors_files import INDEX_FILE, files_of
+from slime.weights.names import INDEX_FILE, files_of
 from tests.unit.test_disk_sync import NAMES, ROOT, FileEngine, World, world
 
 __all__ = ["world"]  # a fixture

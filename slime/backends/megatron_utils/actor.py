@@ -32,9 +32,8 @@ from slime.backends.megatron_utils.layers.value_head import is_value_model
 from slime.backends.megatron_utils.model.model_weights import is_of_adapter, named_tensors
 from slime.backends.megatron_utils.model.setup import TrainState, setup_model_and_optimizer
 from slime.backends.megatron_utils.optimizer import make_moments, reset_optimizer_states
-from slime.backends.megatron_utils.passes.forward import compute_log_probs, compute_values
+from slime.backends.megatron_utils.passes.forward import compute_log_probs, compute_values, train_one_step
 from slime.backends.megatron_utils.passes.routing_replay import free_routing, recorded_routing, take_engine_routing
-from slime.backends.megatron_utils.passes.train_step import train_one_step
 from slime.backends.megatron_utils.update_weight import WeightSyncError, connected_weight_updater, over_files_instead
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather
 from slime.checkpoints.paths import classify_checkpoint

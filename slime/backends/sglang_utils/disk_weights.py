@@ -35,8 +35,7 @@ from slime.checkpoints.paths import MANIFEST_FILE
 from slime.checkpoints.paths import what_is_wrong as manifest_problem
 from slime.processes.directories import make_own_directory
 from slime.processes.wait import lock_file
-from slime.weights.names import with_partners
-from slime.weights.safetensors_files import files_of, read_header, read_index, what_is_wrong
+from slime.weights.names import files_of, read_header, read_index, what_is_wrong, with_partners
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ from typing import Any
 
 from slime.utils.http.network import out_of_reach
 from slime.weights.adapters import BASE, version_of
-from slime.weights.safetensors_files import read_header
+from slime.weights.names import read_header
 
 PROBE = "probe"
 """In the place of a backend of a process group: only see whether the address can be reached."""
