@@ -169,9 +169,13 @@ def init_http_client(args: Args) -> None:
     _client.limits.request_timeout_s = float(args.sglang_router_request_timeout_secs)
 
 
-def shared_session() -> aiohttp.ClientSession:
-    """The running loop's session, for requests that `post` and `get` cannot make. Do not close it."""
-    return _client.session()
+def shared_session(*, is_control: bool = False) -> aiohttp.ClientSession:
+    """The running loop's session, for requests that `post` and `get` cannot make. Do not close it.
+
+    Args:
+        is_control: no request waits for a connection in it.
+    """
+    return _client.session(is_control=is_control)
 
 
 async def close_http_client() -> None:

@@ -17,10 +17,10 @@ import pytest
 
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.hooks.sample_errors import SampleError
-from slime.rollout.rm_hub.service import close_reward_client
 from slime.rollout.sampling.generation import GenerateState
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import async_utils, http_utils
+from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
 from tests.chaos.faulty_proxy import FAULTS, FaultyProxy
 from tests.unit.rollout_fakes import FakeEngine, rollout_args
@@ -62,7 +62,7 @@ def world(letters: None, start_service: Any, tmp_path: Path, monkeypatch: pytest
     with FakeEngine().serve() as engine:
         yield World(engine, scores, prompts)
         async_utils.run(http_utils.close_http_client())
-        async_utils.run(close_reward_client())
+        async_utils.run(close_http_client())
 
 
 def behind(world: World, fault: str, path: str, *, every: int) -> FaultyProxy:

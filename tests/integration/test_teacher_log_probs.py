@@ -8,8 +8,8 @@ import pytest
 
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.rollout.on_policy_distillation import reward_func
-from slime.rollout.rm_hub.service import close_reward_client
 from slime.utils import http_utils
+from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import rollout_args
 
@@ -35,7 +35,7 @@ def test_a_model_that_teaches_itself_gives_its_own_rollout_log_probs(engine: SGL
         try:
             return [await reward_func(args, sample) for sample in (*samples, *samples)]  # again: with a cached prefix
         finally:
-            await close_reward_client()
+            await close_http_client()
 
     assert asyncio.run(score()) == [0.0] * 6
     for sample in samples:

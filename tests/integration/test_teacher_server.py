@@ -23,7 +23,7 @@ import torch
 from slime.processes.wait import wait
 from slime.ray.rollout.router import reserve_block
 from slime.rollout.on_policy_distillation import reward_func
-from slime.rollout.rm_hub.service import close_reward_client
+from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
 from tests.unit.megatron_fakes import make_hf_model
 from tests.unit.rollout_fakes import rollout_args
@@ -207,7 +207,7 @@ def test_it_answers_the_distillation_reward(server: Server, models: dict[str, An
         try:
             return await reward_func(rollout_args(rm_url=f"http://127.0.0.1:{server.port}/generate"), sample)
         finally:
-            await close_reward_client()
+            await close_http_client()
 
     assert asyncio.run(score()) == 0.0
     wanted = of_tokens(expected(models["model"], TOKENS), TOKENS)[-5:]

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from slime.rollout.rm_hub import service
+from slime.utils.http_utils import close_http_client
 
 Answer = Callable[[dict[str, Any]], Any]
 
@@ -50,6 +50,6 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
         try:
             return await work
         finally:
-            await service.close_reward_client()
+            await close_http_client()
 
     return asyncio.run(and_close())

@@ -10,10 +10,10 @@ import pytest
 from slime.rollout import data_source
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.hooks.sample_errors import SampleError
-from slime.rollout.rm_hub.service import close_reward_client
 from slime.rollout.sampling import generation
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils import async_utils
+from slime.utils.http_utils import close_http_client
 from tests.rollout.reward_fakes import FakeService
 from tests.unit.rollout_fakes import FakeEngine, LetterTokenizer, rollout_args
 
@@ -37,7 +37,7 @@ def make(monkeypatch, tmp_path, start_service):
             return args, RolloutDataSourceWithBuffer(args), rewards
 
         yield build
-    async_utils.run(close_reward_client())
+    async_utils.run(close_http_client())
     GenerateState.clear_instances()
 
 

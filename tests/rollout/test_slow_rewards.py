@@ -13,11 +13,11 @@ from aiohttp import web
 
 from slime.rollout import sglang_rollout
 from slime.rollout.rm_hub import take_reward_failures
-from slime.rollout.rm_hub.service import close_reward_client
 from slime.rollout.sampling.generation import GenerateState, generate
 from slime.rollout.sampling.weight_versions import SyncSchedule, WeightClock
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils import async_utils
+from slime.utils.http_utils import close_http_client
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import serve
@@ -232,7 +232,7 @@ def test_a_request_to_a_reward_service_is_given_up_and_is_no_failure(make, engin
         output = generate_rollout(args, 0, source)
         is_slow[0] = False
         group, _ = resume(args, source, engine)
-        async_utils.run(close_reward_client())
+        async_utils.run(close_http_client())
     assert closed == ["pz", "pz"] and "rollout/reward_failures" not in output.metrics
     assert of_z(engine) == [] and [s.reward for s in group] == [1.0, 1.0]
 

@@ -24,7 +24,7 @@ from slime.config.sglang.topology import EngineGroupPlan
 from slime.observability.wandb_utils import public_config
 from slime.ray.rollout.router import RouterAddress, router_values
 from slime.rollout import on_policy_distillation
-from slime.rollout.rm_hub.service import Service, ask, close_reward_client
+from slime.rollout.rm_hub.service import Service, ask
 from slime.utils import http_utils
 from slime.utils.errors import HttpError
 from slime.utils.http import api_keys
@@ -42,7 +42,7 @@ from slime.utils.http.api_keys import (
     use_keys,
     without_secrets,
 )
-from slime.utils.http_utils import stream_events
+from slime.utils.http_utils import close_http_client, stream_events
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import serve
 
@@ -79,7 +79,7 @@ async def every_helper(url: str) -> None:
     assert [event async for event in stream_events(f"{url}/stream", {})] == [{"ok": True}]
     await ask(Service("a model", f"{url}/classify"), {}, Sample(index=0))
     await http_utils.close_http_client()
-    await close_reward_client()
+    await close_http_client()
 
 
 def test_every_helper_sends_the_key_to_a_server_of_the_run(server: Any) -> None:

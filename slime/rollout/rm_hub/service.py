@@ -17,7 +17,7 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from slime.config.args import Args
@@ -27,9 +27,6 @@ from slime.utils.http.api_keys import headers_for
 from slime.utils.misc import SingletonMeta, needed
 from slime.utils.processing_utils import encode_text, load_tokenizer, render_chat
 from slime.utils.types import Sample
-
-if TYPE_CHECKING:
-    import aiohttp
 
 logger = logging.getLogger(__name__)
 
@@ -84,45 +81,20 @@ def _rebuild(service: str, what: str, sample_index: int | None, answer: str, sta
 
 
 class _Client:
-    """Owner of one session per event loop, of the slots of each service, and of the count of lost rewards."""
+    """Owner of the slots of each service, by event loop, and of the count of lost rewards."""
 
     def __init__(self) -> None:
-        self._sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = WeakKeyDictionary()
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]] = (
             WeakKeyDictionary()
         )
         self.num_failures = 0
 
-    def session(self) -> aiohttp.ClientSession:
-        import aiohttp  # a fifth of a second that only runs with a reward service pay
-
-        loop = asyncio.get_running_loop()
-        session = self._sessions.get(loop)
-        if session is None or session.closed:
-            # No limit here: a request that waited in the pool would wait inside its own deadline.
-            session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
-                timeout=aiohttp.ClientTimeout(total=None),  # each attempt has the deadline of its service
-            )
-            self._sessions[loop] = session
-        return session
-
     def slots(self, service: Service) -> asyncio.Semaphore:
         of_loop = self._slots.setdefault(asyncio.get_running_loop(), {})
         return of_loop.setdefault((service.url, service.max_in_flight), asyncio.Semaphore(service.max_in_flight))
 
-    async def close(self) -> None:
-        session = self._sessions.pop(asyncio.get_running_loop(), None)
-        if session is not None:
-            await session.close()
-
 
 _client = _Client()
-
-
-async def close_reward_client() -> None:
-    """Close the running loop's session (a process that ends needs no call)."""
-    await _client.close()
 
 
 def take_reward_failures() -> int:
@@ -167,12 +139,15 @@ async def _try_once(
     service: Service, payload: Any, reject: Callable[[Any], str | None] | None
 ) -> tuple[str | None, int | None, Any]:
     """(why it failed or None, status or None, the answer's JSON)."""
-    import aiohttp
+    import aiohttp  # a fifth of a second that only runs with a reward service pay
+
+    from slime.utils.http_utils import shared_session
 
     timeout = aiohttp.ClientTimeout(total=service.timeout_s)
     async with _client.slots(service):
         try:
-            async with _client.session().post(
+            # A request that waited for a connection would wait inside its own deadline.
+            async with shared_session(is_control=True).post(
                 service.url,
                 json=payload,
                 headers=headers_for(service.url),
