@@ -10,7 +10,6 @@ display is needed.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 import statistics
@@ -25,6 +24,7 @@ from typing import Any
 
 from slime.observability.metric_table import evaluation_sets
 from slime.observability.phases import seconds
+from slime.processes.directories import whole_lines
 
 logger = logging.getLogger(__name__)
 
@@ -272,19 +272,11 @@ PANELS: dict[str, tuple[str, dict[str, str]]] = {
 def read_records(path: Path) -> Iterator[dict[str, float | str]]:
     """The records of a metrics.jsonl; a line that holds none, as a killed run leaves it, is left out and counted."""
     num_broken = 0
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in filter(str.strip, lines):
-            if not line.endswith("\n"):
-                break  # it is being written
-            try:
-                record = json.loads(line)
-            except ValueError:
-                num_broken += 1
-                continue
-            if isinstance(record, dict) and isinstance(record.get("step_key"), str):
-                yield record
-            else:
-                num_broken += 1
+    for _, record in whole_lines(path):
+        if isinstance(record, dict) and isinstance(record.get("step_key"), str):
+            yield record
+        else:
+            num_broken += 1
     if num_broken:
         logger.warning("%s has %d lines that hold no record; they are left out", path, num_broken)
 

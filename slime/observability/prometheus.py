@@ -24,7 +24,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from slime.observability.run_events import FILE as EVENTS_FILE
-from slime.processes.directories import METRICS_FILE
+from slime.processes.directories import METRICS_FILE, whole_lines
 from slime.utils.http.api_keys import headers_for, protect_engine, protect_router
 from slime.utils.misc import url_host
 
@@ -36,37 +36,12 @@ MOST_AT_ONCE = 32
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 
 
-class JsonLines:
-    """The lines that a file has got since the last look."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
-
-    def news(self) -> Iterator[dict[str, Any]]:
-        """Yield the new whole lines that are objects; a file that is not there has none."""
-        try:
-            file = self._path.open("rb")
-        except OSError:
-            return
-        with file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset += len(line)
-                try:
-                    value = json.loads(line)
-                except ValueError:  # its writer was killed
-                    continue
-                if isinstance(value, dict):
-                    yield value
-
-
 class RunState:
     """The last value of everything that the driver writes."""
 
     def __init__(self, directory: Path) -> None:
-        self._records, self._events = JsonLines(directory / METRICS_FILE), JsonLines(directory / EVENTS_FILE)
+        self._records, self._events = directory / METRICS_FILE, directory / EVENTS_FILE
+        self._read: dict[Path, int] = {}
         self._metrics: dict[str, float] = {}
         self._at: dict[str, float] = {}
         self._phases: list[tuple[str, float]] = []
@@ -76,10 +51,16 @@ class RunState:
 
     def look(self) -> None:
         """Read what is new."""
-        for record in self._records.news():
+        for record in self._news(self._records):
             self._take_record(record)
-        for event in self._events.news():
+        for event in self._news(self._events):
             self._take_event(event)
+
+    def _news(self, path: Path) -> Iterator[dict[str, Any]]:
+        for end, value in whole_lines(path, self._read.get(path, 0)):
+            self._read[path] = end
+            if isinstance(value, dict):
+                yield value
 
     def _take_record(self, record: Mapping[str, Any]) -> None:
         if isinstance(alarm := record.get("alarm"), dict):

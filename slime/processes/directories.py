@@ -20,7 +20,7 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -160,6 +160,29 @@ def _record(line: bytes) -> dict[str, Any]:
     except ValueError:  # half a line: its writer was killed
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def whole_lines(path: Path, start: int = 0) -> Iterator[tuple[int, Any]]:
+    """Yield (place behind it, value) of each whole line of a JSONL file that others write to.
+
+    The value is None where it is no JSON: its writer was killed. A file that is not there has no lines.
+    """
+    try:
+        file = path.open("rb")
+    except OSError:
+        return
+    with file:
+        file.seek(start)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            start += len(line)
+            if not line.strip():
+                continue
+            try:
+                yield start, json.loads(line)
+            except ValueError:
+                yield start, None
 
 
 def _moment(record: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.observability.trackers import ALARM_KEY, EVAL_SAMPLES_FILE, Step, Tracker
-from slime.processes.directories import METRICS_FILE, write_private
+from slime.processes.directories import METRICS_FILE, whole_lines, write_private
 
 FOLDER = "trackers"
 RUN_FILE = "run.json"
@@ -129,13 +129,13 @@ def news(directory: Path, place: Place, *, answers_end: int) -> Iterator[Item]:
         place: of the tracker.
         answers_end: bytes of eval_samples.jsonl that are whole evaluations.
     """
-    for count, (end, value) in enumerate(_lines(directory / METRICS_FILE, place.records)):
+    for count, (end, value) in enumerate(whole_lines(directory / METRICS_FILE, place.records)):
         if count == BATCH:
             return
         yield Item(METRICS_FILE, end, value)
     group: list[Any] = []
     last = place.answers
-    for end, value in _lines(directory / EVAL_SAMPLES_FILE, place.answers):
+    for end, value in whole_lines(directory / EVAL_SAMPLES_FILE, place.answers):
         if end > answers_end:
             break
         if group and isinstance(value, dict) and value.get("eval/step") != group[0].get("eval/step"):
@@ -150,25 +150,7 @@ def count_left(directory: Path, name: str) -> int:
     """Return how many lines a tracker does not have yet."""
     place = read_place(directory, name) or Place()
     starts = zip(FILES, (place.records, place.answers), strict=True)
-    return sum(1 for file, start in starts for _ in _lines(directory / file, start))
-
-
-def _lines(path: Path, start: int) -> Iterator[tuple[int, Any]]:
-    """(place behind it, value) of each whole line; the value is None where it is no JSON: its writer was killed."""
-    try:
-        file = path.open("rb")
-    except OSError:
-        return
-    with file:
-        file.seek(start)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            start += len(line)
-            try:
-                yield start, json.loads(line)
-            except ValueError:
-                yield start, None
+    return sum(1 for file, start in starts for _ in whole_lines(directory / file, start))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

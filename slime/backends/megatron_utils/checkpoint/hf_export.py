@@ -26,9 +26,8 @@ from slime.training.resume import DiskFull
 from slime.utils.distributed_utils import barrier, gathered
 from slime.utils.errors import UsageError, is_of_full_disk
 from slime.weights.formats import BLOCK_SUFFIX, TENSOR_SUFFIX
-from slime.weights.names import is_of_other_part, text_config
+from slime.weights.names import INDEX_FILE, SINGLE_FILE, is_of_other_part, text_config
 from slime.weights.quantization import E4M3
-from slime.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 _SCALES = (BLOCK_SUFFIX, TENSOR_SUFFIX)  # int4's are called as those of fp8 by tensor
 
