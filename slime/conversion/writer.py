@@ -27,6 +27,7 @@ from tqdm import tqdm
 from slime.checkpoints.paths import to_disk
 from slime.conversion.reader import NAMES, TensorInfo, bytes_of
 from slime.utils.errors import UsageError
+from slime.utils.misc import chunks_of_size
 from slime.weights.names import INDEX_FILE, SINGLE_FILE
 
 SHARD_BYTES = 5 * 1024**3
@@ -128,18 +129,12 @@ def plan_shards(jobs: Sequence[Job], shard_bytes: int) -> list[list[Job]]:
     Raises:
         UsageError: two jobs make a tensor of one name.
     """
-    shards: list[list[Job]] = []
-    size, names = 0, set[str]()
+    names = set[str]()
     for job in jobs:
         if twice := names & job.outputs.keys():
             raise UsageError(f"the tensor {min(twice)} would be written twice; is the input two checkpoints in one?")
         names |= job.outputs.keys()
-        if not shards or size + job.num_bytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(job)
-        size += job.num_bytes
-    return shards
+    return list(chunks_of_size(jobs, shard_bytes, lambda job: job.num_bytes))
 
 
 def write_hf(target: HfTarget, jobs: Sequence[Job], *, num_threads: int = 1) -> int:

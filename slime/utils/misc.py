@@ -240,21 +240,26 @@ def group_by(iterable: Iterable[T], key: Callable[[T], Hashable] | None = None) 
     return groups
 
 
+def chunks_of_size(items: Iterable[T], most: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Split items, in order, into lists of at most `most` together; a larger one stands alone."""
+    chunk: list[T] = []
+    used = 0
+    for item in items:
+        size = size_of(item)
+        if chunk and used + size > most:
+            yield chunk
+            chunk, used = [], 0
+        chunk.append(item)
+        used += size
+    if chunk:
+        yield chunk
+
+
 def chunk_named_params_by_size(
     named_params: Iterable[tuple[str, Any]], chunk_size: int
 ) -> Iterator[list[tuple[str, Any]]]:
     """Split (name, tensor) pairs, in order, into lists of at most `chunk_size` bytes; a larger tensor stands alone."""
-    chunk: list[tuple[str, Any]] = []
-    used = 0
-    for name, param in named_params:
-        size = param.numel() * param.element_size()
-        if chunk and used + size > chunk_size:
-            yield chunk
-            chunk, used = [], 0
-        chunk.append((name, param))
-        used += size
-    if chunk:
-        yield chunk
+    return chunks_of_size(named_params, chunk_size, lambda named: named[1].numel() * named[1].element_size())
 
 
 def decode_int32_meta_array(meta_info: dict[str, Any], keys: str | Iterable[str]) -> torch.Tensor | None:

@@ -46,6 +46,7 @@ from slime.checkpoints.paths import (
 )
 from slime.conversion.writer import check_room, growing, progress, run_in_threads
 from slime.utils.errors import UsageError
+from slime.utils.misc import chunks_of_size
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -182,17 +183,9 @@ def _without_crc32() -> Iterator[None]:
 
 def _parts(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
     """Parameters in their order, as many to a file as fit."""
-    parts: list[list[Parameter]] = []
-    size = 0
     usual = sum(one.num_bytes for one in parameters) // USUAL_PARTS
     largest = min(PART_BYTES, max(LEAST_PART_BYTES, usual))
-    for one in parameters:
-        if not parts or size + one.num_bytes > largest:
-            parts.append([])
-            size = 0
-        parts[-1].append(one)
-        size += one.num_bytes
-    return parts
+    return list(chunks_of_size(parameters, largest, lambda one: one.num_bytes))
 
 
 def _part_file(number: int) -> str:

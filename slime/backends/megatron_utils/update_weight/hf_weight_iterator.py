@@ -23,6 +23,7 @@ from slime.models.families import family_of_checkpoint
 from slime.models.family import Family
 from slime.models.layouts import Layout, TensorShape
 from slime.utils import accelerator
+from slime.utils.misc import chunks_of_size
 from slime.weights.formats import format_of_checkpoint
 from slime.weights.names import kept_together
 
@@ -65,21 +66,12 @@ def iter_hf_buckets(
         QuantizationError: a weight that is to be quantised is not finite, or no whole groups wide.
     """
     fmt = _format_of(args.hf_checkpoint)
-    bucket: Bucket = []
-    num_bytes = 0
     if isinstance(model, Sequence):
         tensors = _full_tensors(args, model, only_own_stage=only_own_stage, merged=merged)
     else:
         tensors = model.full_tensors()
-    for found in kept_together(tensors):
-        size = stored_bytes(found, fmt)
-        if bucket and num_bytes + size > buffer_size:
-            yield quantize_bucket(bucket, fmt)
-            bucket, num_bytes = [], 0
-        bucket += found
-        num_bytes += size
-    if bucket:
-        yield quantize_bucket(bucket, fmt)
+    for chunk in chunks_of_size(kept_together(tensors), buffer_size, lambda found: stored_bytes(found, fmt)):
+        yield quantize_bucket([named for found in chunk for named in found], fmt)
 
 
 def _full_tensors(
