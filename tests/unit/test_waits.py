@@ -94,7 +94,6 @@ ALLOWED: dict[tuple[str, str, str], str] = {
         "_listen",
         "sys.stdin.readline",
     ): "in a thread of its own; the file ends with the driver",
-    ("slime/rollout/rm_hub/service.py", "_Client.session", "aiohttp.ClientTimeout"): "each request has its own",
     ("slime/rollout/sglang_rollout.py", "_abort_engines", "asyncio.gather"): "of requests with ABORT_TIMEOUT_S",
     ("slime/rollout/collector.py", "Collector.take", "task.result"): FINISHED,
     ("slime/rollout/fully_async_rollout.py", "AsyncRolloutWorker._on_done", "task.result"): FINISHED,
