@@ -233,15 +233,9 @@ class ConsoleSink:
         self._gaps.append(means[GAP])
         return [] if ratio is None else [f"(!) |train-engine| is {ratio:.2g}x its median: see docs/debugging.md"]
 
-    def write_eval_samples(self, shown: object, step: int) -> None:
-        """Answers are not shown."""
-
     def write_alarm(self, alarm: Mapping[str, Any]) -> None:
         """Write what is wrong."""
         self._write(f"(!) {alarm['what']}")
-
-    def finish(self) -> None:
-        """Nothing is left to write."""
 
 
 Series = dict[str, dict[float, float]]  # curve label -> {step: value}

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from slime.config.alarm_settings import alarm_settings
 from slime.config.args import Args
@@ -120,22 +120,6 @@ def collect_warnings() -> Iterator[list[str]]:
         root.removeHandler(handler)
 
 
-class Sink(Protocol):
-    """A destination of records."""
-
-    def write(self, metrics: Mapping[str, float], step_key: str) -> None:
-        """Take one record; `metrics[step_key]` is its step."""
-
-    def write_eval_samples(self, shown: Sequence[EvalSample], step: int) -> None:
-        """Take the answers of one evaluation; `step` is its "eval/step"."""
-
-    def write_alarm(self, alarm: Mapping[str, Any]) -> None:
-        """Take one alarm, as plain values."""
-
-    def finish(self) -> None:
-        """Flush and close."""
-
-
 class AppendedLines:
     """The file at `path`, made by the first line; a reader sees each line at once, and no part of one.
 
@@ -230,12 +214,12 @@ class JsonlSink:
 
 
 class _Tracking:
-    """The owner of this process's sinks and of what it collected for another process."""
+    """The owner of what this process writes to, and of what it collected for another process."""
 
     def __init__(self) -> None:
         self.args: Args | None = None
-        self.sinks: list[Sink] | None = None
         self.console: ConsoleSink | None = None
+        self.lines: JsonlSink | None = None
         self.writer: TrackerWriter | None = None
         self.alarms: AlarmWatch | None = None
         self.pending: list[MetricRecord] = []
@@ -250,7 +234,7 @@ tracking = _Tracking()
 
 
 def init_tracking(args: Args, primary: bool = True) -> None:
-    """Open the sinks (`primary`) or make this process one that only collects.
+    """Open console and files (`primary`) or make this process one that only collects.
 
     Args:
         args: reads `output_dir`, `tracker`, `use_tensorboard`, `use_wandb` and the flags of those two, and what says
@@ -263,10 +247,9 @@ def init_tracking(args: Args, primary: bool = True) -> None:
     tracking.is_collected = not primary
     if not primary:
         return
-    console, lines = ConsoleSink(), JsonlSink(Path(args.output_dir))
     names = trackers_of(args)
     tracking.writer = TrackerWriter(args, names) if names else None
-    tracking.args, tracking.console, tracking.sinks = args, console, [console, lines]
+    tracking.args, tracking.console, tracking.lines = args, ConsoleSink(), JsonlSink(Path(args.output_dir))
     settings = alarm_settings(args.alarms_config)
     tracking.alarms = None if settings is None else AlarmWatch(settings)
 
@@ -285,12 +268,12 @@ def log(args: Args, metrics: Mapping[str, Any], step_key: str) -> None:
     if step_key not in metrics:
         raise ValueError(f"a metric record needs its step {step_key!r}; it has {sorted(metrics)}")
     values = numbers(metrics)
-    if tracking.sinks is None:
+    if tracking.console is None or tracking.lines is None:
         tracking.pending.append((values, step_key))
         return
     with tracking.writing:
-        for sink in tracking.sinks:
-            sink.write(values, step_key)
+        tracking.console.write(values, step_key)
+        tracking.lines.write(values, step_key)
         if tracking.alarms is not None:
             tracking.alarms.note(values, step_key)
 
@@ -310,7 +293,7 @@ def log_of_user(metrics: Mapping[str, Any], step: int) -> None:
     """
     check_record(metrics, step)
     values = numbers(metrics)
-    if tracking.sinks is not None and tracking.args is not None:
+    if tracking.args is not None:
         log(tracking.args, {**values, STEP_KEY: step}, STEP_KEY)
     elif tracking.is_collected:
         tracking.of_users.add(values, step)
@@ -341,9 +324,8 @@ def log_eval_samples(shown: Sequence[EvalSample], step: int) -> None:
         shown: see `slime.observability.trackers.pick_eval_samples`; with none nothing is written.
         step: value of "eval/step".
     """
-    if shown:
-        for sink in tracking.sinks or ():
-            sink.write_eval_samples(shown, step)
+    if shown and tracking.lines is not None:
+        tracking.lines.write_eval_samples(shown, step)
 
 
 def log_alarm(alarm: Mapping[str, Any]) -> None:
@@ -353,8 +335,9 @@ def log_alarm(alarm: Mapping[str, Any]) -> None:
         alarm: plain values; `alarm["what"]` says what is wrong in one sentence.
     """
     with tracking.writing:
-        for sink in tracking.sinks or ():
-            sink.write_alarm(alarm)
+        if tracking.console is not None and tracking.lines is not None:
+            tracking.console.write_alarm(alarm)
+            tracking.lines.write_alarm(alarm)
 
 
 def take_pending() -> list[MetricRecord]:
@@ -367,18 +350,17 @@ def take_pending() -> list[MetricRecord]:
 
 
 def finish_tracking(args: Args | None = None, *, failed: bool = False) -> None:
-    """Close every sink and draw `<output_dir>/curves.png`; does nothing in a process that only collects.
+    """Close the files and draw `<output_dir>/curves.png`; does nothing in a process that only collects.
 
     Args:
         args: unused, because `init_tracking` kept them; part of the public signature.
         failed: what trackers say of the run.
     """
-    args, sinks, writer = tracking.args, tracking.sinks, tracking.writer
-    tracking.args = tracking.sinks = tracking.console = tracking.writer = tracking.alarms = None
-    if args is None or sinks is None:
+    args, lines, writer = tracking.args, tracking.lines, tracking.writer
+    tracking.args = tracking.lines = tracking.console = tracking.writer = tracking.alarms = None
+    if args is None or lines is None:
         return
-    for sink in sinks:
-        sink.finish()
+    lines.finish()
     if writer is not None:
         writer.finish(failed=failed)
     directory = Path(args.output_dir)

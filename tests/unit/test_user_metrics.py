@@ -103,21 +103,16 @@ def test_threads_executors_and_event_loops_of_a_hook_log_to_the_rollout_that_was
     assert take_pending() == [({"mine/x": 2.0, "rollout/step": 5}, "rollout/step")]
 
 
-def test_threads_of_a_driver_write_one_record_each(args: Namespace):
+def test_threads_of_a_driver_write_one_record_each(args: Namespace, monkeypatch: pytest.MonkeyPatch):
     init_tracking(args)
-    assert logging_utils.tracking.console is not None
     busy = threading.Lock()
 
-    class Sink:
-        def write(self, metrics, step_key):
-            assert busy.acquire(blocking=False), "two threads are in a sink at once"
-            time.sleep(0.001)
-            busy.release()
+    def write(metrics, step_key):
+        assert busy.acquire(blocking=False), "two threads write at once"
+        time.sleep(0.001)
+        busy.release()
 
-        def finish(self):
-            pass
-
-    logging_utils.tracking.sinks.append(Sink())
+    monkeypatch.setattr(logging_utils.tracking.console, "write", write)
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda value: slime.log({"mine/x": value}, value), range(40)))
     finish_tracking()
