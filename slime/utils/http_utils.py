@@ -170,11 +170,7 @@ def init_http_client(args: Args) -> None:
 
 
 def shared_session(*, is_control: bool = False) -> aiohttp.ClientSession:
-    """The running loop's session, for requests that `post` and `get` cannot make. Do not close it.
-
-    Args:
-        is_control: no request waits for a connection in it.
-    """
+    """The running loop's session (`is_control`: that without a wait), for what `post` cannot send. Do not close it."""
     return _client.session(is_control=is_control)
 
 
