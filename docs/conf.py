@@ -5,10 +5,13 @@ The source folder is the repository, so that pages link to examples and to code 
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 project = "slime"
+(release,) = re.findall(r'version="([^"]+)"', (Path(__file__).parents[1] / "setup.py").read_text())
 author = "the slime authors"
 copyright = author  # noqa: A001  (Sphinx's name)
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
@@ -25,7 +28,7 @@ include_patterns = [
     "tests/gpu/*.md",
 ]
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["docs/images/**", "docs/grafana/**"]
+exclude_patterns = ["docs/images/**", "docs/grafana/**", "docs/templates/**"]
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["dollarmath", "colon_fence"]
@@ -33,7 +36,21 @@ suppress_warnings = ["myst.header"]
 napoleon_google_docstring = True
 
 html_theme = "furo"
-html_title = "slime"
+# A tag or branch that `scripts/docs.sh --versions` builds; the site itself is of this checkout.
+_tag = os.environ.get("SLIME_DOCS_VERSION", "")
+html_title = f"slime {_tag or release}"
+templates_path = ["templates"]
+html_context = {"tags": os.environ.get("SLIME_DOCS_VERSIONS", "").split(), "to_top": "../../" if _tag else ""}
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "versions.html",
+        "sidebar/scroll-end.html",
+    ]
+}
 html_static_path = ["search"]
 # Rank results by the words of a question; deferred, so that they come after Sphinx's own search.
 html_js_files = [("keywords.js", {"defer": "defer"}), ("rank.js", {"defer": "defer"})]

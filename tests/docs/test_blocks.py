@@ -26,7 +26,7 @@ def run_page(page: Path, folder: Path, *, slow: bool) -> int:
     for name in ("train.py", "train_async.py", "slime", "tools", "examples", "scripts", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": f"{folder}:{ROOT}"}
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": f"{folder}:{ROOT}", "SLIME_PYTHON": sys.executable}
     count = 0
     for block in MARKED.finditer(page.read_text()):
         if block["what"] == "file":
@@ -36,7 +36,8 @@ def run_page(page: Path, folder: Path, *, slow: bool) -> int:
             done = subprocess.run(
                 [*command, block["code"]], cwd=folder, env=environment, capture_output=True, text=True, timeout=170
             )
-            assert done.returncode == 0, f"{block['code']}\n{done.stdout}{done.stderr}"
+            expected = int((block["arg"] or "").removeprefix("status-") or 0) if block["arg"] != "slow" else 0
+            assert done.returncode == expected, f"{block['code']}\n{done.stdout}{done.stderr}"
             count += 1
     return count
 

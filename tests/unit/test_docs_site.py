@@ -31,3 +31,18 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere() ->
     ]
     assert not loaded
     assert "docs/quick_start" in (site / "searchindex.js").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_site_of_two_versions_links_each_from_the_other() -> None:
+    built = subprocess.run(
+        ["bash", "scripts/docs.sh", "--versions", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=560
+    )
+    assert built.returncode == 0, built.stderr[-3000:]
+    site = ROOT / "build" / "docs"
+    for page in (site / "docs/start/own_data.html", site / "versions/HEAD/docs/start/own_data.html"):
+        links = re.findall(r'href="([^"]*docs/index\.html)">(?:latest|HEAD)</a>', page.read_text())
+        places = {(page.parent / link).resolve() for link in links}
+        assert places == {site / "docs/index.html", site / "versions/HEAD/docs/index.html"}
+    assert all(place.exists() for place in places)
