@@ -33,7 +33,8 @@
 
   const heading = (page, words) => {
     const count = (entry) => [...words].filter((word) => entry.words.has(word)).length;
-    return page.headings.reduce((best, next) => (count(next) > count(best) ? next : best), page.headings[0]);
+    const none = { words: new Set(), title: null };
+    return page.headings.reduce((best, next) => (count(next) > count(best) ? next : best), none);
   };
 
   Search._performSearch = (query, searchTerms, excludedTerms, highlightTerms, objectTerms) => {
@@ -55,7 +56,7 @@
       .sort((a, b) => a.total - b.total)
       .map(({ total, i }) => {
         const place = heading(pages[i], searchTerms);
-        const own = !place || place.title === index.titles[i];
+        const own = place.title === null || place.title === index.titles[i];
         const shown = own ? index.titles[i] : `${index.titles[i]} > ${place.title}`;
         const anchor = own || place.id === null ? "" : "#" + place.id;
         return [index.docnames[i], shown, anchor, null, Math.round(total), index.filenames[i], SearchResultKind.text];
