@@ -68,10 +68,15 @@ class Lines:
 def parse_object(line: bytes) -> dict[str, Any] | None:
     """Return the JSON object of a line; None where it holds something else."""
     try:
-        value = json.loads(line.decode(errors="replace"))
+        value = json.loads(line.decode(errors="replace"), parse_int=_int)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _int(text: str) -> int | str:
+    """Return a whole number; as text one that is too large for any step, size or clock."""
+    return int(text) if len(text) <= 18 else text
 
 
 def is_inside(path: Path, root: Path) -> bool:

@@ -223,10 +223,10 @@ def problem_rewards(run: Run) -> dict[int, dict[str, dict[tuple[str, str], dict[
     found: dict[int, Any] = {}
     for answer in run.answers:
         step, reward = answer.get("eval/step"), answer.get("reward")
-        if isinstance(step, int) and isinstance(reward, int | float):
+        if isinstance(step, int) and isinstance(reward, int | float) and finite(reward) is not None:
             prompt = answer["prompt"] if isinstance(answer.get("prompt"), str) else json.dumps(answer.get("prompt"))
             key = (prompt[:SHOWN_PROMPT], str(answer.get("label")))
-            mark = {"reward": finite(reward), "count": 1, "response": str(answer.get("response"))[:SHOWN_ANSWER]}
+            mark = {"reward": reward, "count": 1, "response": str(answer.get("response"))[:SHOWN_ANSWER]}
             found.setdefault(step, {}).setdefault(str(answer.get("data_set")), {})[key] = mark
     for file in run.rollouts.files.values():
         if file.is_eval:

@@ -81,7 +81,8 @@ class Series:
         step_key = record.get("step_key")
         step, time = _number(record.get(str(step_key))), _number(record.get("time"))
         if isinstance(record.get("alarm"), dict):
-            self.alarms.append({**record["alarm"], "step": step, "time": time})
+            name = str(record["alarm"].get("name"))
+            self.alarms.append({**record["alarm"], "name": name, "step": step, "time": time})
             return
         if not isinstance(step_key, str) or step is None or not math.isfinite(step):
             return

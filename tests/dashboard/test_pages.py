@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,46 @@ def test_a_set_with_a_hyphen_is_shown_and_what_is_known_of_a_set_is_none(tmp_pat
     values |= {"eval/aime-2024-failed_samples": 1.0, "eval/aime-2024/response_len/mean": 7.0}
     write_lines(tmp_path / "metrics.jsonl", [{"step_key": "eval/step", "time": 1.0, "eval/step": 1, **values}])
     assert list(page_of(tmp_path, "evaluation")["sets"]) == ["aime-2024"]
+
+
+ODD = (None, True, -1, 1e308, math.nan, math.inf, 10**400, "x", [], {}, {"a": 1}, "\u202e\0", -5.5)
+
+
+def changed(value: Any, random_: random.Random) -> Any:
+    """A value with odd ones in the place of some of its parts."""
+    if random_.random() < 0.15:
+        return random_.choice(ODD)
+    if isinstance(value, dict):
+        return {name: changed(part, random_) for name, part in value.items()}
+    return [changed(part, random_) for part in value] if isinstance(value, list) else value
+
+
+def test_runs_that_hold_anything_are_shown_and_hide_no_other(tmp_path: Path) -> None:
+    flags = {"num_rollout": 8, "rollout_batch_size": 4, "n_samples_per_prompt": 2, "actor_num_nodes": 1}
+    alarm = {"name": "truncated", "since": 1, "state": "begun", "flags": ["--lr"], "evidence": {"a": 1}}
+    answer = {"eval/step": 2, "prompt": "p", "response": "r", "reward": 1.0, "data_set": "a", "label": "1"}
+    for seed in range(40):
+        directory, random_ = write_run(tmp_path / f"{seed:02}", 4, flags=flags), random.Random(seed)
+        place = {"step_key": "rollout/step", "time": 1.0, "rollout/step": 3}
+        write_lines(directory / "metrics.jsonl", [place | {"alarm": alarm}])
+        write_lines(directory / "eval_samples.jsonl", [answer] * 2)
+        for file in ("metrics.jsonl", "run_events.jsonl", "eval_samples.jsonl"):
+            lines = [json.loads(line) for line in (directory / file).read_text().splitlines()]
+            (directory / file).write_text("".join(json.dumps(changed(line, random_)) + "\n" for line in lines))
+    client = client_of(tmp_path)
+    runs = client.get("/api/runs").json()["runs"]
+    assert len(runs) == 40
+    for run in runs:
+        for page in (
+            "",
+            "/metrics",
+            "/time",
+            "/evaluation",
+            "/rollouts",
+            "/series?name=rollout/raw_reward&axis=tokens",
+        ):
+            assert client.get(f"/api/runs/{run['id']}{page}").status_code == 200
+    assert client.get("/api/compare", params={"runs": ",".join(run["id"] for run in runs[:12])}).status_code == 200
 
 
 def test_a_number_that_is_too_large_is_none(tmp_path: Path) -> None:
