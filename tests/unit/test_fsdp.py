@@ -294,7 +294,8 @@ def test_a_checkpoint_of_the_other_backend_is_refused(
     ("config", "sentence"),
     [
         ({"layer_types": ["linear_attention", "full_attention"]}, "whose state would pass from one packed sample"),
-        ({"layer_types": ["sliding_attention"]}, "give sdpa"),
+        ({"layer_types": ["chunked_attention"]}, "give sdpa"),
+        ({"conv_L_cache": 3, "full_attn_idxs": [2]}, "layers of conv_L_cache, whose state"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0, which is not built"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "angles depend on a pack's longest sample"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
@@ -361,3 +362,47 @@ def _compiled(args: Any) -> None:
     assert 0 < counter.frame_count <= 8
     for ours, theirs in zip(found, whole, strict=True):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 4},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "smollm3": {},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {"sliding_window": 4},
+    "glm4": {},
+    "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "ministral": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+}
+"""model_type of transformers -> what its tiny model has beside the sizes; docs/backends.md has them in a table."""
+
+
+def test_packed_samples_have_the_log_probs_that_transformers_gives_each_alone(families: dict[str, Path]) -> None:
+    run_world(1, _of_families, trainer_args(families["qwen3"], MEGATRON))
+
+
+def _of_families(_: Any) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from slime.backends.fsdp_utils.model import PACKED_ATTENTION, register_attention
+    from slime.backends.megatron_utils.data import pack
+
+    register_attention()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96, "pad_token_id": 0}  # fmt: skip
+    samples = [torch.arange(start, start + length) for start, length in ((3, 11), (40, 5), (7, 7))]
+    batch = pack(samples)
+    for name, more in FAMILIES.items():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(name, **sizes, **more)
+        hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        with torch.no_grad():
+            alone = torch.cat([hf(sample[None], use_cache=False).logits[0] for sample in samples]).log_softmax(-1)
+            hf.set_attn_implementation(PACKED_ATTENTION)
+            inputs = {"input_ids": batch["tokens"], "position_ids": batch["position_ids"]}
+            packed = hf(**inputs, pack=batch["packed_seq_params"], use_cache=False).logits[0].log_softmax(-1)
+        assert (packed[: len(alone)] - alone).abs().max() < 2e-6, name

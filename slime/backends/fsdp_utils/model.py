@@ -70,21 +70,24 @@ def _attend(
     pack: Any,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """As transformers calls it: q [1, h, t, d], k and v [1, g, t, d] -> [1, t, h, d]."""
-    if attention_mask is not None or sliding_window is not None:
-        raise ValueError(f"{type(module).__name__} asks for a mask or a window, which packed attention has not")
+    asked = {"a mask": attention_mask, "a soft cap": softcap, "sinks": s_aux}
+    if found := [name for name, value in asked.items() if value is not None]:
+        raise ValueError(f"{type(module).__name__} asks for {' and '.join(found)}, which packed attention has not")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     use_kernel = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
     if (group := context_parallel_group()) is not None:
-        out = attend_across(q, k, v, pack, group, scale=scale, use_kernel=use_kernel)
+        out = attend_across(q, k, v, pack, group, scale=scale, use_kernel=use_kernel, window=sliding_window)
     elif use_kernel:
         ends, longest = cu_seqlens_of(pack), int(pack.max_seqlen_q)
-        out = varlen_kernel(q, k, v, (ends, ends), (longest, longest), scale=scale)
+        out = varlen_kernel(q, k, v, (ends, ends), (longest, longest), scale=scale, window=sliding_window)
     else:
-        out = attend_packed(q, k, v, host_ends(pack), scale=scale)
+        out = attend_packed(q, k, v, host_ends(pack), scale=scale, window=sliding_window)
     return out[None], None
 
 

@@ -100,6 +100,8 @@ OWN_NOT_BUILT = [
 """Flags of slime's that the Megatron backend alone has."""
 _SCALES = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 """Number of a config -> its value where it changes nothing; what computes log-probs here does not apply it."""
+_RECURRENT = ("mamba", "ssm", "conv", "linear_conv", "lru")
+"""Beginnings of a config's keys for layers with a state, where it does not say each layer's kind (LFM2, Jamba)."""
 _TO_HF = {"fsdp": "tools/convert_fsdp_to_hf.py", "megatron": "tools/convert_torch_dist_to_hf.py"}
 NOT_BUILT = (
     Rule(
@@ -196,14 +198,14 @@ def unsupported_models(args: Args, config: Mapping[str, Any]) -> Iterator[str]:
     kinds = set(config.get("layer_types") or ())
     kinds |= {"sliding_attention"} if config.get("use_sliding_window") and config.get("sliding_window") else set()
     name = f"{FSDP}: model_type {config.get('model_type')!r} has"
-    if other := kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
+    recurrent = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
+    if other := recurrent or {key for key in config if key.startswith(_RECURRENT)}:
         yield (
             f"{name} layers of {', '.join(sorted(other))}, whose state would pass from one packed sample to the next; "
             "use --train-backend megatron."
         )
-    windows = kinds & {"sliding_attention", "chunked_attention"}
-    if windows and args.attn_implementation == "slime_packed":
-        yield f"{name} {', '.join(sorted(windows))}, which --attn-implementation slime_packed has not; give sdpa."
+    if "chunked_attention" in kinds and args.attn_implementation == "slime_packed":
+        yield f"{name} chunked_attention, which --attn-implementation slime_packed has not; give sdpa."
     if config.get("model_type") == "gpt_oss":
         yield f"{name} attention sinks, which no --attn-implementation is compared with; use --train-backend megatron."
     for key, nothing in _SCALES.items():

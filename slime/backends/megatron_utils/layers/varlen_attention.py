@@ -168,6 +168,7 @@ def attend_across(
     *,
     scale: float,
     use_kernel: bool,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of a context-parallel rank's tokens to all ranks' keys and values; shapes of `attend_packed`.
 
@@ -179,8 +180,9 @@ def attend_across(
     both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=cp_group)
     key, value = both.index_select(0, chunks.rows).split([key.shape[-1], value.shape[-1]], dim=-1)
     if not use_kernel:
-        return attend_packed(query, key, value, spans.cu_queries, cu_keys=spans.cu_keys, scale=scale)
-    return varlen_kernel(query, key, value, spans.cu_seqlens, spans.longest, scale=scale)
+        ends = {"cu_seqlens": spans.cu_queries, "cu_keys": spans.cu_keys}
+        return attend_packed(query, key, value, **ends, scale=scale, window=window)
+    return varlen_kernel(query, key, value, spans.cu_seqlens, spans.longest, scale=scale, window=window)
 
 
 def key_chunks_of(packed_seq_params: Any, cp_group: Any) -> KeyChunks:
@@ -201,6 +203,7 @@ def attend_packed(
     *,
     scale: float,
     cu_keys: list[int] | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention within each sequence of a pack.
 
@@ -212,6 +215,7 @@ def attend_packed(
         scale: of the scores.
         cu_keys: where their keys start, and u at the end, if there are more of them than of queries; the queries are
             the last ones of a sequence.
+        window: keys that a query sees, itself included; None for all before it.
 
     Returns:
         [t, h, e].
@@ -225,13 +229,14 @@ def attend_packed(
     if len(groups) == 1:  # nothing to gather: the pack is already a batch
         length, num_keys = next(iter(groups))
         sizes = ((query, length), (key, num_keys), (value, num_keys))
-        out = _sdpa(*(x.unflatten(0, (-1, size)).transpose(1, 2) for x, size in sizes), scale=scale)
+        out = _sdpa(*(x.unflatten(0, (-1, size)).transpose(1, 2) for x, size in sizes), scale=scale, window=window)
         return out.transpose(1, 2).flatten(0, 1)
     rows, outs = [], []
     for (length, num_keys), starts in groups.items():
         of_queries, of_keys = ([pair[side] for pair in starts] for side in (0, 1))
         parts = ((query, of_queries, length), (key, of_keys, num_keys), (value, of_keys, num_keys))
-        outs.append(_sdpa(*(_stacked(*part) for part in parts), scale=scale).transpose(1, 2).flatten(0, 1))
+        stacked = (_stacked(*part) for part in parts)
+        outs.append(_sdpa(*stacked, scale=scale, window=window).transpose(1, 2).flatten(0, 1))
         rows += [torch.arange(start, start + length) for start in of_queries]
     # index_copy and index_select have gradients without a scatter of duplicates, which is slow on the CPU.
     out = query.new_zeros(query.shape[0], query.shape[1], value.shape[-1])
@@ -246,15 +251,18 @@ def _stacked(x: torch.Tensor, starts: list[int], length: int) -> torch.Tensor:
     return x.index_select(0, rows).unflatten(0, (-1, length)).transpose(1, 2)
 
 
-def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float) -> torch.Tensor:
+def _sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, window: int | None = None
+) -> torch.Tensor:
     """[n, h, s, d], [n, g, u, d] and [n, g, u, e] -> [n, h, s, e]; with fewer queries than keys they are the last."""
     is_grouped = query.shape[1] != key.shape[1]
     before = key.shape[2] - query.shape[2]
     mask = None
-    if before:
+    if before or window is not None:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(before)
+        mask = mask if window is None else mask.triu(before - window + 1)
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=not before, scale=scale, enable_gqa=is_grouped
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
     )
 
 
@@ -271,6 +279,7 @@ def varlen_kernel(
     longest: Sequence[int],
     *,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """torch's flash attention over a pack; shapes as in `attend_packed`, the pairs are of (queries, keys).
 
@@ -278,7 +287,8 @@ def varlen_kernel(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}  # no limit to the left, nothing to the right
+    left = -1 if window is None else window - 1  # beside the query itself; -1 is no limit; nothing to the right
+    options: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
     if "enable_gqa" in _parameters(varlen_attn):  # torch 2.11 groups heads without being told
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     narrower = query.shape[-1] - value.shape[-1]  # of latent attention: the kernel has one width for all three
