@@ -15,12 +15,12 @@ import json
 import logging
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
 
-from slime.agent.trajectory import Message, TurnRecord
+from slime.agent.trajectory import EXPERTS, Message, SharedBytes, TurnRecord, without_experts
 from slime.rollout.multi_turn import count_drift, next_turn_tokens
 from slime.utils.processing_utils import encode_text, render_chat
 
@@ -39,11 +39,13 @@ class Prompt:
         ids: token ids.
         messages: the request's, those that are known as they were first recorded.
         digest: of the messages and the tools.
+        before: the turn whose prompt and output the ids begin with; None where they were rendered.
     """
 
     ids: Sequence[int]
     messages: list[Message]
     digest: bytes = b""
+    before: TurnRecord | None = None
 
 
 _FRAME = ("tools", "system", "instructions")
@@ -265,7 +267,7 @@ class History:
             return Prompt(render(tokenizer, messages, match.tools), messages, match.digest)
         canonical = [*known.messages, *match.new]
         if appends and (tokens := self._continued(tokenizer, known, match.new, match.tools)) is not None:
-            return Prompt(tokens, canonical, match.digest)
+            return Prompt(tokens, canonical, match.digest, known.turn)
         return Prompt(render(tokenizer, messages, match.tools), canonical, match.digest)
 
     def _continued(self, tokenizer: Any, known: _Known, new: list[Message], tools: Tools) -> SharedIds | None:
@@ -284,6 +286,16 @@ class History:
         """Remember a conversation that ends with the model's answer; of two with equal messages the first is kept."""
         known = _Known([*prompt.messages, answer], turn)
         self._known.setdefault(_next(prompt.digest, answer), known)
+
+
+def kept(prompt: Prompt, turn: TurnRecord) -> TurnRecord:
+    """A turn to be held: its prompt's ids, and the engine's choice of experts, shared with the turns before it."""
+    meta_info, before = turn.meta_info or {}, (prompt.before and prompt.before.meta_info) or {}
+    if isinstance(text := meta_info.get(EXPERTS), str):
+        shared = before.get(EXPERTS) if prompt.before else None
+        meta_info = {**meta_info, EXPERTS: (shared if isinstance(shared, SharedBytes) else SharedBytes()).then(text)}
+    parts = tuple(replace(part, meta_info=without_experts(part.meta_info)) for part in turn.parts)
+    return replace(turn, prompt_ids=SharedIds.of(turn.prompt_ids), meta_info=meta_info or turn.meta_info, parts=parts)
 
 
 def _num_same(old: list[Message], new: list[Message]) -> int:

@@ -11,6 +11,7 @@ Only ids that the engine read and wrote reach a sample. A generated token that i
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import logging
 import os.path
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 DEFAULT_FORK_THRESHOLD_TOKENS = 1024
 Message = dict[str, Any]
-_EXPERT_KEYS = ("routed_experts", "routed_experts_start_len")
+EXPERTS = "routed_experts"
+_EXPERT_KEYS = (EXPERTS, "routed_experts_start_len")
 _STATUS = {"length": Sample.Status.TRUNCATED, "abort": Sample.Status.ABORTED}
 
 
@@ -54,6 +56,29 @@ class TurnRecord:
     meta_info: dict[str, Any] | None = None
     parts: tuple[TurnRecord, ...] = ()
     is_forced: bool = False
+
+
+class SharedBytes:
+    """The first bytes of a buffer that grows: experts of a conversation's tokens, which every call returns anew.
+
+    Kept for each turn by itself they would take turns x context of memory. What a call says of tokens that an earlier
+    call has read or written is left out: their log-probs belong to the experts of that call.
+    """
+
+    def __init__(self, held: bytearray | None = None) -> None:
+        self._held = bytearray() if held is None else held
+        self._length = len(self._held)
+
+    def then(self, text: str) -> SharedBytes:
+        """Those of a longer conversation that begins with this one, from the engine's base64."""
+        whole = base64.b64decode(text)
+        if len(self._held) != self._length:  # another conversation has gone on from here
+            return SharedBytes(self._held[: self._length] + whole[self._length :])
+        self._held += whole[self._length :]
+        return SharedBytes(self._held)
+
+    def __bytes__(self) -> bytes:
+        return bytes(memoryview(self._held)[: self._length])
 
 
 @dataclass(eq=False)
@@ -357,13 +382,15 @@ class _Builder:
             sample.append_response_tokens(tokens=self.tokens[position:start], trainable=False)
             for call in turn.parts or (turn,):
                 log_probs = call.output_log_probs or [0.0] * len(call.output_ids)
-                meta_info = _without_experts(call.meta_info)
+                meta_info = without_experts(call.meta_info)
                 sample.append_response_tokens(args, tokens=call.output_ids, log_probs=log_probs, meta_info=meta_info)
             position = end
         sample.append_response_tokens(tokens=self.tokens[position:], trainable=False)
         if args is not None:  # of all tokens: the last call of the engine has read or written them
-            call = self._last_turn.parts[-1] if self._last_turn.parts else self._last_turn
-            experts = {key: value for key, value in (call.meta_info or {}).items() if key in _EXPERT_KEYS}
+            meta_info = self._last_turn.meta_info or {}
+            experts = {key: meta_info[key] for key in _EXPERT_KEYS if key in meta_info}
+            if isinstance(shared := experts.get(EXPERTS), SharedBytes):
+                experts[EXPERTS] = bytes(shared)
             sample.append_response_tokens(args, meta_info=experts)
         sample.status = _STATUS.get(self._last_turn.finish_reason, Sample.Status.COMPLETED)
         if 0 < max_sample_tokens < len(sample.tokens):
@@ -394,7 +421,8 @@ class _Builder:
         }
 
 
-def _without_experts(meta_info: dict[str, Any] | None) -> dict[str, Any]:
+def without_experts(meta_info: dict[str, Any] | None) -> dict[str, Any]:
+    """What the engine said of a call, without its experts."""
     return {key: value for key, value in (meta_info or {}).items() if key not in _EXPERT_KEYS}
 
 

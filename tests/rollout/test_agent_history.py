@@ -6,13 +6,16 @@ ids that it saw and wrote before: a prompt that was rendered anew would differ a
 
 from __future__ import annotations
 
+import base64
 import copy
 import importlib.util
 import json
 import sys
+import types
 from pathlib import Path
 
 import anthropic
+import numpy as np
 import openai
 import pytest
 
@@ -348,3 +351,43 @@ def test_samples_are_the_sequences_of_openenvs_capture_of_the_same_calls(family,
         mask, own = sequence.loss_mask[-sample.response_length :], sequence.logprobs[-sample.response_length :]
         trained = [(i, own[i]) for i, bit in enumerate(sample.loss_mask) if bit]
         assert trained and all(mask[i] and sample.rollout_log_probs[i] == p for i, p in trained)
+
+
+class CountedExperts:
+    """The meta_info of an engine that chooses expert N for every token that its call N reads or writes."""
+
+    def __init__(self, engine, shape):
+        self.engine, self.shape = engine, shape
+
+    def keys(self):
+        return ["routed_experts"]
+
+    def __getitem__(self, _):
+        rows = len(self.engine.requests[-1]["input_ids"]) + len(self.engine.outputs[-1]) - 1
+        data = np.full((rows, *self.shape), len(self.engine.requests) - 1, np.int32)
+        return base64.b64encode(data.tobytes()).decode()
+
+
+def test_experts_are_those_of_the_call_that_wrote_a_token_and_are_held_once():
+    turns, args = 12, types.SimpleNamespace(use_rollout_routing_replay=True, num_layers=2, moe_router_topk=3)
+    args.sglang_speculative_algorithm = None
+    texts = [written("qwen2_5", turn, True) for turn in range(turns + 1)]
+    with agent_fakes.gateway(list(texts), tokenizer=family_tokenizer("qwen2_5"), args=args) as (server, engine):
+        engine.meta = CountedExperts(engine, (2, 3))
+        key, messages = agent_fakes.opened(server), [QUESTION]
+        for _ in range(turns):
+            said = agent_fakes.send(server, agent_fakes.CHAT, key, {"messages": messages})[1]
+            messages = [*messages, said["choices"][0]["message"], AGAIN]
+        agent_fakes.send(server, agent_fakes.CHAT, key, {"messages": [*messages[:4], QUESTION]})  # a branch
+        leaves = [*server.sessions.manager._trees[key].leaves()]
+        nodes = [node for leaf in leaves for node in leaf.path_from_root() if node.turn]
+        held = {id(node.turn.meta_info["routed_experts"]._held) for node in nodes}
+        assert len(nodes) > turns and len(held) == 2, "one buffer, and one of the branch"
+        main, branch = finish(server, key)
+    ends = [len(r["input_ids"]) + len(o) - 1 for r, o in zip(engine.requests, engine.outputs, strict=True)]
+    counts = [end - start for start, end in zip([0, *ends[:-2]], ends[:-1], strict=True)]
+    expected = [number for number, count in enumerate(counts) for _ in range(count)]
+    assert [int(row[0, 0]) for row in main.rollout_routed_experts] == expected
+    assert len(expected) == len(main.tokens) - 1
+    rows = [int(row[0, 0]) for row in branch.rollout_routed_experts]
+    assert len(rows) == len(branch.tokens) - 1 and rows == [*expected[: ends[1]], *[turns] * (ends[-1] - ends[1])]

@@ -334,4 +334,4 @@ def test_routed_experts_of_several_turns_are_those_of_every_token_but_the_last()
         [sample] = finish(server, key)
     assert sample.metadata["agent"]["turns"] == 3 and sum(sample.loss_mask) == sum(map(len, ["a", "bcd", "ef"]))
     assert sample.rollout_routed_experts.shape == (len(sample.tokens) - 1, layers, topk)
-    assert (sample.rollout_routed_experts == 2).all(), "the last call of the engine has read every token"
+    assert (sample.rollout_routed_experts == 2).all(), "every prompt was rendered: the last call has read every token"

@@ -15,7 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from slime.agent.adapters.session import Answer, Session
-from slime.agent.history import MODES, SharedIds, drift, has_template
+from slime.agent.history import MODES, drift, has_template, kept
 from slime.agent.trajectory import Message, TrajectoryManager, shown_key
 from slime.processes.wait import DaemonThreads
 from slime.utils.errors import UsageError
@@ -120,8 +120,8 @@ class Sessions:
             return False  # It was finished meanwhile: a session that is opened again under its key must not get it.
         answer.is_recorded = True
         prompt, tools = answer.prompt, answer.tools
-        turn = answer.turn = dataclasses.replace(answer.turn, prompt_ids=SharedIds.of(answer.turn.prompt_ids))
-        answer.prompt = dataclasses.replace(prompt, ids=turn.prompt_ids)  # answers are kept for a while
+        turn = answer.turn = kept(prompt, answer.turn)
+        answer.prompt = dataclasses.replace(prompt, ids=turn.prompt_ids, before=None)  # answers are kept for a while
         message = answer.reply.manager_message if turn.output_ids else None
         metadata = {"sid": sid, "tools": tools}
         self.manager.record_turn(
