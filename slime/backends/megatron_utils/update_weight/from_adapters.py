@@ -68,6 +68,7 @@ class AdapterUpdater(WeightUpdater):
         self._config = peft_config(args) | {"lora_alpha": self._plan.scale * self._plan.rank}
         self._readers: list[int] = []
         self._base: dict[str, tuple[int, ...]] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
         self._shared: SharedTensors | None = None
         self._is_new = self._is_unseen = True
         self._pack_s = 0.0
@@ -117,7 +118,7 @@ class AdapterUpdater(WeightUpdater):
             check_adapter(shapes, self._config, base=self._base, max_rank=max_rank)
         except ValueError as error:
             raise WeightSyncError(f"weight sync {self.weight_version}: {error}", is_final=True) from None
-        self._shared = in_shared_memory(tensors)
+        self._tensors, self._shared = tensors, in_shared_memory(tensors)
         if self._readers:
             self._write()
 
@@ -152,6 +153,11 @@ class AdapterUpdater(WeightUpdater):
             return error
         return None
 
+    def _before_next_attempt(self) -> None:
+        """Copy the adapter anew: checksums of a copy that was damaged would agree with it."""
+        if self.is_source:
+            self._shared = in_shared_memory(self._tensors)
+
     def _load(self) -> None:
         """Have every engine load the adapter, and wait for all."""
         name, calls = adapter_name(self.weight_version), {}
@@ -179,7 +185,7 @@ class AdapterUpdater(WeightUpdater):
     def _update(self) -> dict[str, float]:
         metrics = super()._update()
         self._by_source(self._see_that_it_is_served)
-        self._shared = None
+        self._tensors, self._shared = {}, None
         return metrics
 
     def _see_that_it_is_served(self) -> None:
