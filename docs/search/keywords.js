@@ -100,4 +100,5 @@ const PAGE_KEYWORDS = {
   "docs/reference/verl_parameters": "verl parameter config hydra",
   "docs/performance": "gpu idle good number mfu target figures benchmark",
   "docs/performance/scaling": "how long does training take estimate larger cluster hundreds of gpus",
+  "docs/lora_serving": "adapter serve merged engine version request",
 };
