@@ -215,7 +215,8 @@ def build_policy(args: Args, mesh: DeviceMesh) -> Policy:
     offload = CPUOffloadPolicy(pin_memory=accelerator.kind() == "cuda") if args.fsdp_cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {
         "mesh": mesh,
-        "reshard_after_forward": args.fsdp_reshard_after_forward,
+        # where one rank has it all, letting go of a layer saves a 16-bit copy and costs reading it anew
+        "reshard_after_forward": args.fsdp_reshard_after_forward and mesh.size(mesh.ndim - 1) > 1,
         "offload_policy": offload,
     }
     if args.params_dtype != "float32":
