@@ -20,9 +20,14 @@ import pytest
 
 from slime.agent.gateway import Gateway
 from slime.agent.harness import make_harness
+from slime.agent.mcp_endpoint import McpEndpoint
 from slime.agent.sandbox import GatewayAccess, LocalSandbox
+from slime.rollout.mcp_tools import McpTools
+from slime.utils import async_utils
 from tests.rollout.chat_tokenizers import family_tokenizer
+from tests.rollout.test_mcp_tools import COMMAND
 from tests.unit.agent_fakes import ScriptedEngine, finish, served
+from tests.unit.rollout_fakes import rollout_args
 
 NPM = ("@anthropic-ai/claude-code@2.1.197", "@openai/codex@0.171.0", "opencode-ai@1.18.33")
 PIP = "mini-swe-agent==2.4.6"
@@ -68,23 +73,26 @@ def pip_programs(folder: Path) -> Path:
     return programs
 
 
-def call(name: str, **arguments: str) -> str:
+def call(name: str, /, **arguments: str) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call><|im_end|>"
 
 
-async def work(name: str, url: str, key: str, memory_mb: int) -> tuple[int, str, str]:
+async def work(name: str, url: str, key: str, memory_mb: int, *, offers_tools: bool) -> tuple[int, str, str]:
     """(exit code, the file that the model's command writes, the program's output)"""
     harness = make_harness(name)
     access = GatewayAccess(url, key)
     async with LocalSandbox(memory_mb=memory_mb, gateway=access, show=harness.shown_paths()) as sandbox:
         await harness.install_cli(sandbox)
         task: dict[str, Any] = {"session_id": key, "adapter_url": access.inside_url, "time_budget_sec": 120}
+        task["offers_tools"] = offers_tools
         code = await harness.run(sandbox, workdir="/workspace", prompt="Write 12 * 12 to answer.txt.", **task)
         _, answer, _ = await sandbox.exec("cat answer.txt")
         return code, answer, await sandbox.read_file("/workspace/.harness/trajectory.jsonl")
 
 
-def check(name: str, texts: list[str], *, streams: bool, memory_mb: int = 1024) -> ScriptedEngine:
+def check(
+    name: str, texts: list[str], *, streams: bool, memory_mb: int = 1024, mcp: McpEndpoint | None = None
+) -> ScriptedEngine:
     """Have the program work; return the engine that it asked."""
     tokenizer = family_tokenizer("qwen3")
     types: list[str] = []
@@ -96,17 +104,18 @@ def check(name: str, texts: list[str], *, streams: bool, memory_mb: int = 1024) 
     with served(engine.app) as engine_url:
         server = Gateway(tokenizer=tokenizer, sglang_url=engine_url, tool_parser="qwen25", reasoning_parser="qwen3")
         server.app.on_response_prepare.append(keep_type)
-        server.start()
+        server.start().mcp = mcp
         try:
             key = server.open_session(sampling={"temperature": 1.0})
-            code, answer, output = asyncio.run(work(name, server.url, key, memory_mb))
+            code, answer, output = asyncio.run(work(name, server.url, key, memory_mb, offers_tools=mcp is not None))
             assert (code, answer) == (0, "144\n"), output[-3000:]
             samples = finish(server, key)
         finally:
             server.stop()
     [sample] = samples
-    assert (sample.metadata["agent"]["turns"], sample.metadata["agent"]["breaks"]) == (2, 0)
-    assert sum(sample.loss_mask or []) == sum(map(len, engine.outputs)) and len(engine.requests) == 2
+    assert (sample.metadata["agent"]["turns"], sample.metadata["agent"]["breaks"]) == (len(texts), 0)
+    assert sum(sample.loss_mask or []) == sum(map(len, engine.outputs)) and len(engine.requests) == len(texts)
+    assert sample.metadata.get("mcp_calls") == ({"loud": 1} if mcp else None)
     assert "144" in tokenizer.decode(engine.requests[1]["input_ids"]).rpartition(texts[0])[2]
     assert any("event-stream" in kind for kind in types) == streams
     return engine
@@ -131,6 +140,33 @@ def test_a_program_of_npm_changes_a_file_and_its_conversation_is_one_sample(
     monkeypatch.setenv("PATH", f"{npm_programs}:{os.environ['PATH']}")
     texts = [call(tool, **{argument: WRITE, "description": "compute"}), "The answer is 144.<|im_end|>"]
     check(name, texts, streams=True, memory_mb=memory_mb)
+
+
+@pytest.mark.parametrize(
+    ("name", "tool", "argument", "mcp_tool"),
+    [
+        ("claude_code", "Bash", "command", "mcp__slime__environment"),
+        ("codex", "exec_command", "cmd", "mcp__slime__environment"),
+        ("opencode", "bash", "command", "slime_environment"),
+    ],
+)
+def test_a_program_of_npm_calls_a_tool_of_the_runs_mcp_server(
+    name: str, tool: str, argument: str, mcp_tool: str, npm_programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{npm_programs}:{os.environ['PATH']}")
+    McpTools.clear_instances()
+    args = rollout_args()
+    args.mcp = [{"name": "loud", "command": COMMAND, "env": {"WORD": "xylophone"}}]
+    texts = [call(tool, **{argument: WRITE, "description": "compute"}), call(mcp_tool, name="WORD"), "Done.<|im_end|>"]
+    mcp = async_utils.run(McpEndpoint.of(args))
+    assert mcp is not None
+    try:
+        engine = check(name, texts, streams=True, mcp=mcp)
+    finally:
+        async_utils.run(mcp.tools.close())
+        McpTools.clear_instances()
+    read = family_tokenizer("qwen3").decode(engine.requests[2]["input_ids"])
+    assert "xylophone" in read.rpartition(texts[1])[2]
 
 
 def test_claude_code_fits_a_small_model_with_one_tool(npm_programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

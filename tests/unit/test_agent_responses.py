@@ -53,6 +53,24 @@ def test_a_client_makes_parallel_calls_and_goes_on_in_one_sample(stream):
     assert sum(sample.loss_mask) == sum(map(len, engine.outputs))
 
 
+def test_tools_of_a_namespace_are_shown_under_one_name_and_called_under_two():
+    tools = [*TOOLS, {"type": "namespace", "name": "mcp__files", "description": "", "tools": TOOLS}]
+    call = CALL.replace("function=bash", "function=mcp__files__bash")
+    with serving(OpenAIAdapter, [f"{call}{READ}<|im_end|>", "done<|im_end|>"], tokenizer=family_tokenizer("qwen3"),
+                 tool_parser="qwen3_coder") as (adapter, url, engine):  # fmt: skip
+        body = {"input": [{"role": "user", "content": "hi"}], "tools": tools}
+        first = json.loads(raw(url, "/v1/responses", body, Authorization="Bearer s")[1])
+        names = [(item["name"], item.get("namespace")) for item in first["output"]]
+        assert names == [("bash", "mcp__files"), ("read", None)]
+        results = [{"type": "function_call_output", "call_id": i["call_id"], "output": "x"} for i in first["output"]]
+        body["input"] += [*first["output"], *results]
+        assert raw(url, "/v1/responses", body, Authorization="Bearer s")[0] == 200
+        [sample] = finish(adapter)
+        shown = engine.tokenizer.decode(engine.requests[0]["input_ids"])
+    assert '"name": "mcp__files__read"' in shown and '"name": "read"' in shown
+    assert sample.metadata["agent"]["breaks"] == 0 and sample.metadata["agent"]["turns"] == 2
+
+
 def test_items_become_chat_messages_and_those_of_one_answer_become_one():
     body = {
         "instructions": "be brief",

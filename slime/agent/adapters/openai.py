@@ -78,13 +78,30 @@ def arguments_of(arguments: Any) -> dict[str, Any]:
 def _tools_to_chat_tools(tools: Any) -> list[dict[str, Any]] | None:
     """Function tools, nested or flat, as chat templates take them; None where there is none."""
     chat_tools = []
-    for tool in tools if isinstance(tools, list) else ():
+    namespaced = [tool for tool, _, _ in _in_namespaces(tools).values()]
+    for tool in [*tools, *namespaced] if isinstance(tools, list) else ():
         if not isinstance(tool, dict) or tool.get("type", "function") != "function":
             continue
         function = tool["function"] if isinstance(tool.get("function"), dict) else tool
         if function.get("name"):
             chat_tools.append(tool_schema(function["name"], function.get("description"), function.get("parameters")))
     return chat_tools or None
+
+
+def _in_namespaces(tools: Any) -> dict[str, tuple[dict[str, Any], Any, str]]:
+    """The tools of namespaces, as Codex sends those of MCP servers: {name for the model: (tool, namespace, name)}."""
+    found = {}
+    for space in tools if isinstance(tools, list) else ():
+        if isinstance(space, dict) and space.get("type") == "namespace" and isinstance(space.get("tools"), list):
+            for tool in space["tools"]:
+                if isinstance(tool, dict) and isinstance(tool.get("name"), str):
+                    full = _full_name(space.get("name"), tool["name"])
+                    found[full] = {**tool, "name": full}, space.get("name"), tool["name"]
+    return found
+
+
+def _full_name(space: Any, name: Any) -> str:
+    return f"{space}__{name}" if space else str(name)
 
 
 class OpenAIAdapter(BaseAdapter):
@@ -189,7 +206,9 @@ def _translate_input(body: dict[str, Any]) -> list[Message]:
 
 def _add_to_answer(answer: Message, kind: str, item: dict[str, Any]) -> None:
     if kind == "function_call":
-        call = tool_call_dict(str(item.get("name", "")), arguments_of(item.get("arguments")))
+        call = tool_call_dict(
+            _full_name(item.get("namespace"), item.get("name", "")), arguments_of(item.get("arguments"))
+        )
         answer.setdefault("tool_calls", []).append(call)
     elif kind == "reasoning":
         thought = "".join(str(part.get("text") or "") for part in item.get("summary") or ())
@@ -198,8 +217,9 @@ def _add_to_answer(answer: Message, kind: str, item: dict[str, Any]) -> None:
         answer["content"] += flatten_content(item.get("content"))
 
 
-def _items(message: Message) -> list[dict[str, Any]]:
-    """The output items of an answer: its thought, its text, its calls."""
+def _items(message: Message, tools: Any) -> list[dict[str, Any]]:
+    """The output items of an answer: its thought, its text, its calls of a request's tools."""
+    spaces = _in_namespaces(tools)
     items: list[dict[str, Any]] = []
     if message.get("reasoning_content"):
         summary = [{"type": "summary_text", "text": message["reasoning_content"]}]
@@ -211,7 +231,10 @@ def _items(message: Message) -> list[dict[str, Any]]:
         items.append({**head, "content": [part]})
     for call in calls:
         head = {"type": "function_call", "id": new_id("fc_"), "call_id": call["id"], "status": "completed"}
-        items.append({**head, **call["function"]})
+        item = {**head, **call["function"]}
+        if item["name"] in spaces:
+            _, item["namespace"], item["name"] = spaces[item["name"]]
+        items.append(item)
     return items
 
 
@@ -225,7 +248,7 @@ def _response(body: dict[str, Any], reply: Reply, in_tok: int, out_tok: int) -> 
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "error": None,
         "model": body.get("model") or DEFAULT_MODEL,
-        "output": _items(reply.wire),
+        "output": _items(reply.wire, body.get("tools")),
         "parallel_tool_calls": True,
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],

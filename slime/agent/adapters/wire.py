@@ -229,7 +229,7 @@ def unserved(body: dict[str, Any], items: list[Any]) -> set[str]:
 
 
 def _is_unserved_tool(tool: dict[str, Any]) -> bool:
-    return tool.get("type", "function") not in ("function", "custom") or (
+    return tool.get("type", "function") not in ("function", "custom", "namespace") or (
         tool.get("type") == "custom" and "input_schema" not in tool
     )
 
