@@ -129,8 +129,8 @@ class Adapter(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s (/ TP), b, in (/ TP)], as the layer gets it -> [s (/ TP), b, out (/ TP)], as it returns."""
-        parts = [part @ b.t() for part, b in zip(self._low(x).split(self.rank, -1), self.whole_b(), strict=True)]
-        return self._joined(parts, x.dim() - 1) * self.scale
+        low = (self._low(x) * self.scale).split(self.rank, -1)  # here it is small
+        return self._joined([part @ b.t() for part, b in zip(low, self.whole_b(), strict=True)], x.dim() - 1)
 
     def _low(self, x: torch.Tensor) -> torch.Tensor:
         """A x, of all projections."""
@@ -172,6 +172,8 @@ class Adapter(torch.nn.Module):
 
     def _joined(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """Outputs of the projections, along `dim`, in the order of the layer's rows."""
+        if len(parts) == 1:
+            return parts[0]
         if not self.groups:
             return torch.cat(list(parts), dim)
         return torch.cat([part.unflatten(dim, (self.groups, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
