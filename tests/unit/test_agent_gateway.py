@@ -28,6 +28,7 @@ from tests.unit.agent_fakes import (
     anthropic_client,
     finish,
     gateway,
+    hung_up,
     openai_client,
     opened,
     raw,
@@ -210,6 +211,23 @@ def test_what_no_model_gets_is_reported():
         [sample] = finish(server, key)
         expected = ["content: image", "temperature", "tools: web_search_20250305"]
         assert sample.metadata["agent"]["ignored_fields"] == expected
+
+
+def test_nothing_is_left_of_sessions_that_their_agents_have_abandoned():
+    with gateway(["x"] * 60) as (server, engine):
+        keys = [opened(server) for _ in range(1000)]
+        for number, key in enumerate(keys[:60]):
+            if number % 2:
+                send(server, CHAT, key)
+            else:
+                hung_up(server, key).close()
+
+        async def drop_all():
+            await asyncio.gather(*(server.drop_session(key) for key in keys))
+
+        asyncio.run(drop_all())
+        sessions, trees = server.sessions, server.sessions.manager
+        assert not any(map(len, (sessions.store, sessions.inflight, trees._trees, trees._latest, trees._turn_counts)))
 
 
 def test_a_taken_port_and_a_foreign_address_are_errors_that_name_the_flags():

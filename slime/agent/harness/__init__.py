@@ -57,8 +57,8 @@ def make_harness(name: str) -> BaseHarness:
     """
     if name not in HARNESSES and ":" not in name:
         raise UsageError(
-            f"no agent harness is called {name!r}{did_you_mean(name, HARNESSES)}; there are {', '.join(HARNESSES)},"
-            " or name a class of yours as package.module:Class"
+            f"no agent harness is called {name!r}: {did_you_mean(name, HARNESSES)} There are"
+            f" {', '.join(HARNESSES)}, or name a class of yours as package.module:Class"
         )
     try:
         kind = load_function(HARNESSES.get(name, name))

@@ -52,7 +52,7 @@ class HttpSandbox:
         self,
         image: str = "",
         *,
-        urls: Sequence[str],
+        urls: Sequence[str] = (),
         key: str | None = None,
         gateway: GatewayAccess | None = None,
         **options: Any,
