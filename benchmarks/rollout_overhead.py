@@ -261,7 +261,9 @@ def make_engine(args: Any, rank: int, block: Any, work: Path) -> SGLangEngine:
     place = EnginePlace(HOST, port=block[0], nccl_port=block[1], bootstrap_port=block[2], dist_init_port=block[4])
     on_cpu = args.accelerator == "cpu"
     running = args.sglang_server_concurrency
-    settings = {"max_total_tokens": running * 256, "max_running_requests": running} if on_cpu else {}
+    settings = (
+        {"max_total_tokens": running * 256, "max_running_requests": running} if on_cpu else {"base_gpu_id": rank}
+    )
     settings = dict(args.sglang_overrides) | settings
     kwargs = build_server_args(args, EngineSpec(rank, args.hf_checkpoint, settings=settings), place)
     log_path, threads = work / f"engine_{rank}.log", 1 if on_cpu else None

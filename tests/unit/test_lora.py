@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.multiprocessing import reductions
 
 from slime.backends.megatron_utils.update_weight.from_adapters import AdapterUpdater
 from slime.backends.sglang_utils import cpu_standins, engine_patches
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, adapter_defaults, build_server_args
-from slime.backends.sglang_utils.weight_transfer import in_shared_memory
+from slime.backends.sglang_utils.weight_transfer import adapter_tensors_of, in_shared_memory
 from slime.checkpoints.paths import MODEL_SHAPE_FILE, TRACKER_FILE
 from slime.config.megatron.lora_plan import LoraPlan
 from slime.training.micro_batches import needs_old_log_probs
@@ -221,6 +223,23 @@ def test_an_adapter_lies_in_shared_memory_as_it_was() -> None:
         assert (name, shape, dtype) == (own_name, tensor.shape, tensor.dtype)
         assert shared.tensors[name].equal(tensor)
         assert shared.data[start : start + tensor.nbytes].view(dtype).view(shape).equal(tensor)
+
+
+def test_an_adapter_on_the_host_travels_where_sglang_writes_tensors_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_standins.install()
+    from sglang.srt.utils import MultiprocessingSerializer, patch_torch
+
+    reducers = ForkingPickler._extra_reducers | {torch.Tensor: patch_torch._reduce_tensor_modified}
+    monkeypatch.setattr(reductions, "_reduce_tensor_original", reductions.reduce_tensor, raising=False)
+    monkeypatch.setattr(
+        ForkingPickler, "_extra_reducers", reducers | {torch.Tensor: patch_torch._reduce_tensor_modified}
+    )
+    shared = in_shared_memory({"A": torch.arange(6.0)})
+    with pytest.raises(IndexError):  # what it does to them without our help
+        MultiprocessingSerializer.serialize(shared.data, output_str=True)
+    [body], _ = adapter_tensors_of(shared, {}, [1], with_checksums=False)
+    [handle] = body["serialized_named_tensors"]
+    assert MultiprocessingSerializer.deserialize(handle)["flattened_tensor"].equal(shared.data)
 
 
 def test_an_engine_that_gives_memory_up_keeps_its_host_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,8 +93,20 @@ def serialize_flat(data: torch.Tensor, places: Sequence[Place], num_receivers: i
     if data.is_cuda:
         # torch wraps the storage that it shares once more each time: an alias is wrapped, and forgotten afterwards.
         data = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(data))
-    content = {"flattened_tensor": data, "metadata": metadata_of(tuple(places))}
+    content = {"flattened_tensor": data if data.is_cuda else _OnHost(data), "metadata": metadata_of(tuple(places))}
     return [MultiprocessingSerializer.serialize(content, output_str=True) for _ in range(num_receivers)], data
+
+
+class _OnHost:
+    """A tensor in host memory, written as torch writes it: SGLang's patch takes every tensor for one on a GPU."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+
+    def __reduce__(self) -> Any:
+        from torch.multiprocessing import reductions
+
+        return getattr(reductions, "_reduce_tensor_original", reductions.reduce_tensor)(self._data)
 
 
 class SharedTensors(NamedTuple):
