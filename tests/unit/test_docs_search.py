@@ -32,7 +32,7 @@ QUESTIONS = {
     "what does rollout/zero_std mean": "metrics_in_words",
     "entropy collapses to zero": "troubleshooting",
     "responses get longer and longer": "troubleshooting",
-    "out of memory in the train step": "cut_memory troubleshooting",
+    "out of memory in the train step": "cut_memory memory_errors troubleshooting",
     "the run hangs": "stalls troubleshooting",
     "generation is slow": "tune_throughput",
     "which learning rate should I use": "choosing",
