@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from slime.config.parse import CommandLine
 from slime.config.rules.backends import unsupported_models
+from slime.utils.errors import UsageError
 from tests.integration.trainer_world import make_train_data, resumed_from, trainer_args
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 
@@ -307,6 +308,50 @@ def test_a_model_whose_result_would_not_be_exact_is_refused(config: dict[str, An
     assert sentence in problem
 
 
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96, "pad_token_id": 0}  # fmt: skip
+
+
+def _on_meta_of(folder: Path, model_type: str, **values: Any) -> Any:
+    """The model that the backend builds of an HF directory, without its weights."""
+    from slime.backends.fsdp_utils import model
+
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, **SIZES, **values}))
+    model.register_attention()
+    args = make_args(hf_checkpoint=str(folder), attn_implementation=model.PACKED_ATTENTION)
+    with mock.patch.object(model.dist, "get_rank", return_value=0):
+        return model._on_meta(args)
+
+
+def test_a_policy_has_no_dropout_whatever_its_config_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    drawn = {"residual_dropout": 0.1, "embedding_dropout": 0.1, "attention_dropout": 0.1}
+    hf = _on_meta_of(tmp_path, "starcoder2", **drawn, sliding_window=None)
+    assert {getattr(module, "attention_dropout", 0.0) for module in hf.modules()} == {0.0}
+    assert {getattr(hf.config, key) for key in drawn} == {0.0}
+    assert "attention_dropout" in caplog.text and "set to 0" in caplog.text
+
+
+def test_a_window_that_only_a_mask_has_is_refused(tmp_path: Path) -> None:
+    """Qwen2-MoE's attention does not pass it on, Qwen2's does."""
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+    with pytest.raises(UsageError, match="puts its sliding window into a mask.*give sdpa"):
+        _on_meta_of(tmp_path, "qwen2_moe", **window)
+    assert _on_meta_of(tmp_path, "qwen2", **window).config.layer_types == ["sliding_attention"] * 2
+
+
+def test_what_only_the_defaults_of_a_config_say_is_refused_too(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="final_logit_softcapping 30.0, which is not built"):
+        _on_meta_of(tmp_path, "gemma2")
+
+
+def test_a_rotation_of_heads_that_come_last_is_that_of_heads_that_come_first() -> None:
+    from slime.backends.fsdp_utils.model import _rotate_both
+
+    q, k, cos, sin = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 5, 8), torch.randn(1, 5, 8)
+    turned = _rotate_both(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
+    assert all(a.transpose(1, 2).equal(b) for a, b in zip(turned, _rotate_both(q, k, cos, sin), strict=True))
+
+
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3", "glm4"])
 def test_kernels_take_the_place_of_llamas_code_alone(family: str) -> None:
     """On CPU they run as they are written, so that the output shows whether each stands where it belongs."""
@@ -314,11 +359,9 @@ def test_kernels_take_the_place_of_llamas_code_alone(family: str) -> None:
 
     from slime.backends.fsdp_utils.model import _rotate_both, use_kernels
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96, "pad_token_id": 0}  # fmt: skip
     name = "gemma3_text" if family == "gemma3" else family
     torch.manual_seed(0)
-    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes), attn_implementation="sdpa").eval()
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SIZES), attn_implementation="sdpa").eval()
     tokens, file = torch.arange(11)[None], sys.modules[type(hf).__module__]
     expected = hf(tokens, use_cache=False).logits
     with mock.patch.object(file, "apply_rotary_pos_emb", file.apply_rotary_pos_emb):
@@ -392,13 +435,11 @@ def _of_families(_: Any) -> None:
     from slime.backends.megatron_utils.data import pack
 
     register_attention()
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96, "pad_token_id": 0}  # fmt: skip
     samples = [torch.arange(start, start + length) for start, length in ((3, 11), (40, 5), (7, 7))]
     batch = pack(samples)
     for name, more in FAMILIES.items():
         torch.manual_seed(0)
-        config = AutoConfig.for_model(name, **sizes, **more)
+        config = AutoConfig.for_model(name, **SIZES, **more)
         hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         with torch.no_grad():
             alone = torch.cat([hf(sample[None], use_cache=False).logits[0] for sample in samples]).log_softmax(-1)

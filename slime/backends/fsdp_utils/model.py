@@ -9,6 +9,8 @@ time. Parameters are fp32, and so is the optimizer; with --bf16 they are cast wh
 from __future__ import annotations
 
 import inspect
+import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,14 +36,18 @@ from slime.backends.megatron_utils.loss import DeferredLogits
 from slime.backends.megatron_utils.megatron_patch.packed_rope import rotate
 from slime.backends.megatron_utils.model.spec import rms_norm
 from slime.config.args import Args
+from slime.config.rules.backends import unsupported_models
 from slime.utils import accelerator
 from slime.utils.accelerator.fusion import compiled, kernel_on_cuda
 from slime.utils.errors import UsageError
 from slime.utils.train_data import MicroBatch
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PACKED_ATTENTION = "slime_packed"
 """Name under which transformers knows our attention (--attn-implementation)."""
+_DRAWN = re.compile(r"dropout|_pdrop$|jitter_noise$")
+"""Keys of a config that say how much is left out at random."""
 
 
 # ---- attention
@@ -72,10 +78,11 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """As transformers calls it: q [1, h, t, d], k and v [1, g, t, d] -> [1, t, h, d]."""
-    asked = {"a mask": attention_mask, "a soft cap": softcap, "sinks": s_aux}
+    asked = {"a mask": attention_mask, "a soft cap": softcap, "sinks": s_aux, "chosen keys": indices}
     if found := [name for name, value in asked.items() if value is not None]:
         raise ValueError(f"{type(module).__name__} asks for {' and '.join(found)}, which packed attention has not")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -143,6 +150,9 @@ def _rotate_both(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `apply_rotary_pos_emb` of Llama: q [1, h, t, d], k [1, g, t, d], cos and sin [1, t, d]."""
+    if unsqueeze_dim != 1:  # heads come last but one
+        q, k = _rotate_both(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2)
     cos, sin = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
     q, k = (rotate(x[0].transpose(0, 1), cos, sin, False, False).transpose(0, 1)[None] for x in (q, k))
     return q, k
@@ -261,6 +271,7 @@ def _on_meta(args: Args) -> Any:
     trusted = {"trust_remote_code": args.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(args.hf_checkpoint, **trusted)  # nosec B615: a local directory
+        _prepare(args, config.get_text_config())
         with parameters_on_meta():
             hf = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=args.attn_implementation, **trusted
@@ -271,12 +282,39 @@ def _on_meta(args: Args) -> Any:
             "--train-backend megatron."
         ) from error
     hf.tie_weights()
+    if args.attn_implementation == PACKED_ATTENTION and _hides_its_window(hf):
+        raise UsageError(
+            f"--hf-checkpoint {args.hf_checkpoint}: {type(hf).__name__} puts its sliding window into a mask, which "
+            f"--attn-implementation {PACKED_ATTENTION} does not read; give sdpa."
+        )
     if getattr(hf.get_output_embeddings(), "bias", None) is not None:
         raise UsageError(
             f"--hf-checkpoint {args.hf_checkpoint}: {type(hf).__name__} has a bias in its output layer, which "
             "--train-backend fsdp does not compute; use --train-backend megatron."
         )
     return hf
+
+
+def _prepare(args: Args, config: Any) -> None:
+    """Refuse what only the defaults of a config's class say, and turn dropout off."""
+    values = config.to_dict()
+    if problem := next(unsupported_models(args, values), None):
+        raise UsageError(f"--hf-checkpoint {args.hf_checkpoint}: {problem}")
+    # Old log-probs are compared with those of the loss's own pass: a mask drawn there would be taken for the policy.
+    drawn = [key for key, value in values.items() if _DRAWN.search(key) and isinstance(value, float) and value]
+    for key in drawn:
+        setattr(config, key, 0.0)
+    if drawn and dist.get_rank() == 0:
+        logger.warning("%s: %s set to 0: a policy is trained without dropout", args.hf_checkpoint, ", ".join(drawn))
+
+
+def _hides_its_window(hf: Any) -> bool:
+    """Whether a model with sliding windows tells its attention function nothing of them."""
+    config = hf.config.get_text_config()
+    if not (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)):
+        return False
+    attentions = {type(module) for module in hf.modules() if type(module).__name__.endswith("Attention")}
+    return not any("sliding_window" in inspect.getsource(kind.forward) for kind in attentions)
 
 
 @contextmanager
