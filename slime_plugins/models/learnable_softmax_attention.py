@@ -28,6 +28,8 @@ from slime.backends.megatron_utils.cp_utils import KeyChunks
 from slime.backends.megatron_utils.layers.varlen_attention import (
     Spans,
     VarlenAttention,
+    attend_spans,
+    gather_keys,
     host_ends,
     keep,
     key_chunks_of,
@@ -78,10 +80,11 @@ class LearnableSoftmaxAttention(VarlenAttention):
             return self._attend_batch(query, key, value)
         chunks = None if self.cp_group is None else key_chunks_of(packed_seq_params, self.cp_group)
         if chunks is not None:
-            key, value = self._gather_keys(key, value, chunks)
+            key, value = gather_keys(key, value, chunks, self.cp_group)
         plan = keep(packed_seq_params, "sinks", lambda: _Plan.of(packed_seq_params, chunks, query.device))
         key, value = plan.with_sinks(_wider(key), sink_key), plan.with_sinks(value, sink_value)
-        return self._attend_spans(query, key, value, plan.spans).reshape(query.shape[0], -1)
+        how: dict[str, Any] = {"scale": self.softmax_scale, "use_kernel": self._use_kernel(query)}
+        return attend_spans(query, key, value, plan.spans, **how).reshape(query.shape[0], -1)
 
     def _with_sinks(self, query: torch.Tensor) -> torch.Tensor:
         """[..., h, d] -> [..., h, d + more], where the first further channel has the head's sink."""

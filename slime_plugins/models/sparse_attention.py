@@ -24,6 +24,7 @@ from slime.backends.megatron_utils.layers.varlen_attention import (
     LatentAttention,
     VarlenAttention,
     cu_seqlens_of,
+    gather_keys,
     host_ends,
     keep,
     key_chunks_of,
@@ -91,7 +92,7 @@ class SparseAttention(VarlenAttention):
         chunks = None
         if self.cp_group is not None:
             chunks = key_chunks_of(packed_seq_params, self.cp_group)
-            key, value = self._gather_keys(key, value, chunks)
+            key, value = gather_keys(key, value, chunks, self.cp_group)
         spans = _spans(ends, chunks)
         kept: dict[int, list[torch.Tensor | None]] = keep(packed_seq_params, "chosen_keys", dict)
         if self.indexer is not None:

@@ -176,9 +176,31 @@ def attend_across(
     """
     chunks = key_chunks_of(packed_seq_params, cp_group)
     spans = keep(packed_seq_params, "spans", lambda: Spans.of(chunks.cu_queries, chunks.cu_keys, query.device))
+    key, value = gather_keys(key, value, chunks, cp_group)
+    return attend_spans(query, key, value, spans, scale=scale, use_kernel=use_kernel, window=window)
+
+
+def gather_keys(
+    key: torch.Tensor, value: torch.Tensor, chunks: KeyChunks, cp_group: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All ranks' keys and values as this rank's queries see them (back: their gradients are summed)."""
     both = torch.cat([key, value], dim=-1)
     both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=cp_group)
     key, value = both.index_select(0, chunks.rows).split([key.shape[-1], value.shape[-1]], dim=-1)
+    return key, value
+
+
+def attend_spans(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    spans: Spans,
+    *,
+    scale: float,
+    use_kernel: bool,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attend where there may be more keys than queries; arguments as of `attend_packed`."""
     if not use_kernel:
         ends = {"cu_seqlens": spans.cu_queries, "cu_keys": spans.cu_keys}
         return attend_packed(query, key, value, **ends, scale=scale, window=window)
