@@ -44,7 +44,6 @@ PUBLIC_PATHS = (
     "slime.rollout.rm_hub.gpqa",
     "slime.utils.reloadable_process_group",
     "slime.utils.seqlen_balancing",
-    "slime.utils.tensor_backper",
 )
 LEAST_DOCUMENTED = 0.92
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.utils.accelerator.memory_saver import TensorBackuper
+from slime.utils.tensor_backper import TensorBackuper
 
 
 def test_a_swap_is_undone_bit_for_bit_even_when_the_block_raises():
