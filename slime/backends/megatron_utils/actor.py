@@ -28,7 +28,7 @@ from slime.backends.megatron_utils.checkpoint.iterations import (
 from slime.backends.megatron_utils.data import Packing
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.layers.lora import ADAPTER_DIR, load_adapter, save_adapter
-from slime.backends.megatron_utils.layers.value_head import is_value_model
+from slime.backends.megatron_utils.layers.value_head import is_of_head, is_value_model
 from slime.backends.megatron_utils.model.model_weights import is_of_adapter, named_tensors
 from slime.backends.megatron_utils.model.setup import TrainState, setup_model_and_optimizer
 from slime.backends.megatron_utils.optimizer import make_moments, reset_optimizer_states
@@ -142,9 +142,11 @@ class MegatronBackend(Backend):
         return iteration
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        is_whole, is_critic = self.args.lora_rank is None, is_value_model(self.args)
         for i, chunk in enumerate(self.state.model):
             for name, tensor in named_tensors(chunk):
-                if self.args.lora_rank is None or is_of_adapter(name):  # the base under adapters never changes
+                # the base under adapters never changes; a critic's head is trained beside them
+                if is_whole or is_of_adapter(name) or (is_critic and is_of_head(name)):
                     yield f"{i}.{name}", tensor.data
 
     def save_weights(self, directory: Path) -> None:

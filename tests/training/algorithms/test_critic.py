@@ -426,6 +426,20 @@ def test_adapters_and_head_of_a_critic_go_on_over_a_base_that_stays(hf_path: Pat
     assert of_model and all(".lora." in name for name in of_model), "the base is in no checkpoint"
 
 
+def check_named(args: Args) -> None:
+    """Copies in another process's memory are made of what `named_weights` yields."""
+    critic = start(args, "critic")
+    named = {tensor.data_ptr() for _, tensor in critic.backend.named_weights()}
+    parameters = list(critic.state.model[0].named_parameters())
+    trained = {name for name, parameter in parameters if parameter.requires_grad}
+    assert {name for name, parameter in parameters if parameter.data_ptr() in named} == trained
+    assert len([name for name in trained if name.endswith(tuple(HEAD))]) == len(HEAD)
+
+
+def test_copies_of_a_critic_with_adapters_hold_all_that_is_trained(hf_path: Path):
+    in_world(ppo_args(hf_path, lora_rank=4, ref_load=str(hf_path)), check_named)
+
+
 def check_what_moves(args: Args, trained: dict[str, torch.Tensor]) -> None:
     """Of a critic, against one that was not trained."""
     moved = {name for name, tensor in weights(start(args, "critic")).items() if not torch.equal(tensor, trained[name])}
