@@ -5,11 +5,13 @@ URL (/s/KEY/v1/...). A turn runs in a task of its own: a client that loses its c
 gets the answer of the first one, and a turn is recorded when a client has got it. docs/agents.md shows its use.
 
 Wait graph: a request waits for the turn before it to be written and recorded, and for its own turn; a turn waits for a
-rendering thread, for the end of an abort, and for the engine, `engine_timeout_s` in all.
+rendering thread, for the end of an abort, and for the engine, `engine_timeout_s` in all. A message of an MCP client
+waits for its call (`slime.agent.mcp_endpoint`), and the end of its session for both.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -21,7 +23,7 @@ from aiohttp import web
 from slime.agent import mcp_endpoint
 from slime.agent.adapters.anthropic import AnthropicAdapter
 from slime.agent.adapters.common import ENGINE_TIMEOUT_S, MAX_BODY_BYTES, PING_INTERVAL_S
-from slime.agent.adapters.guarded import RESUBMIT_S, Guarded
+from slime.agent.adapters.guarded import RESUBMIT_S, Guarded, until_ended
 from slime.agent.adapters.openai import OpenAIAdapter
 from slime.agent.adapters.session import Budget, KeyedSession, Session
 from slime.agent.adapters.sessions import Sessions, quiet_collector
@@ -237,15 +239,21 @@ class Gateway:
         await wait_async("the abort of a rollout to end", self.engine_timeout_s, is_over, interval_s=RESUBMIT_S)
 
     async def _mcp(self, request: web.Request) -> web.Response:
-        """Answer a message of an agent's MCP client."""
+        """Answer a message of an agent's MCP client; a call goes on without its client, as the protocol has it."""
         try:
-            session = self.sessions.of_client(self._protocol.key_of(request))
-            if self.mcp is None or not isinstance(session, KeyedSession):
+            self._protocol.key_of(request)  # before the body of somebody unknown is read
+            if self.mcp is None:
                 raise Refused("this run has no MCP servers (mcp of --custom-config-path)", 404, "not_found_error")
             message = await self._protocol.read_json(request)
+            key = self._protocol.key_of(request)  # the session may have ended meanwhile
+            session = self.sessions.of_client(key)
+            assert isinstance(session, KeyedSession)
+            call = self.mcp.answer(message, sample=session.tool_calls, on_failure=session.lose_tools)
+            task = asyncio.create_task(call)
+            self.sessions.begin(key, task)
+            answer = await until_ended(task)
         except Refused as error:
             return error.response()
-        answer = await self.mcp.answer(message, sample=session.tool_calls, on_failure=session.lose_tools)
         return web.Response(status=202) if answer is None else json_answer(answer)
 
     async def _health(self, _request: web.Request) -> web.Response:

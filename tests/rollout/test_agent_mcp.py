@@ -6,8 +6,11 @@ import asyncio
 import base64
 import json
 import re
+import socket
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from slime.rollout.mcp_tools import McpTools
 from slime.utils import async_utils
 from slime.utils.types import Sample
 from tests.rollout.test_mcp_tools import COMMAND
-from tests.unit.agent_fakes import CHAT, finish, gateway, opened, raw, send
+from tests.unit.agent_fakes import CHAT, finish, gateway, opened, raw, send, until
 from tests.unit.rollout_fakes import rollout_args
 from tests.unit.test_agent_generate import END, TASK, TOKENIZER, arguments, call
 
@@ -101,6 +104,8 @@ def test_calls_are_bounded_and_counted_for_each_session(endpoint: McpEndpoint) -
         ({"method": "tools/call", "id": 1, "params": {"name": ["add"]}}, 200, "there is add, "),
         ({"method": "tools/call", "id": 1, "params": {"name": "add", "arguments": 3}}, 200, "must be an object"),
         ({"method": "initialize", "id": 1, "params": {"protocolVersion": "1"}}, 200, '"protocolVersion":"2025-06-18"'),
+        # it asks for batches, and there are none
+        ({"method": "initialize", "id": 1, "params": {"protocolVersion": "2025-03-26"}}, 200, '"2025-06-18"'),
     ],
 )
 def test_messages_of_a_wrong_shape_are_answered(endpoint: McpEndpoint, body: Any, status: int, text: str) -> None:
@@ -137,6 +142,63 @@ def test_a_server_that_is_gone_makes_the_session_untrusted_whatever_is_said_afte
         assert send(server, CHAT, key)[0] == 200 and server.end_reason(key) == "env_error"
         [sample] = finish(server, key)
         assert (sample.end_reason, sample.reward_is_trusted) == ("env_error", False)
+
+
+class SlowServer:
+    """A server of tools that is gone only after a while, or never answers."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.is_asked, self.is_cancelled = seconds, False, False
+
+    async def answer(self, message: Any, *, sample: Sample, on_failure: Any) -> dict[str, Any]:
+        self.is_asked = True
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.is_cancelled = True
+            raise
+        on_failure("gone")
+        return {}
+
+
+def hung_up_on(server: Gateway, slow: SlowServer) -> str:
+    """The key of a session whose client gives a call up."""
+    server.mcp, key = slow, opened(server)  # type: ignore[assignment]
+    with socket.create_connection((server.host, server.port)) as client:
+        head = f"POST /s/{key}/mcp HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{{}}"
+        client.sendall(head.encode())
+        until(lambda: slow.is_asked)
+    return key
+
+
+def test_the_end_of_a_session_waits_for_a_call_that_its_agent_gave_up() -> None:
+    with gateway(["a"]) as (server, _):
+        key = hung_up_on(server, SlowServer(0.5))
+        assert send(server, CHAT, key)[0] == 200
+        [sample] = finish(server, key)
+    assert (sample.end_reason, sample.reward_is_trusted) == ("env_error", False)
+
+
+def test_a_session_that_is_dropped_cancels_its_calls_and_says_so() -> None:
+    slow = SlowServer(60)
+    with gateway([]) as (server, _), ThreadPoolExecutor(1) as clients:
+        server.mcp, key = slow, opened(server)  # type: ignore[assignment]
+        found = clients.submit(raw, server.url, f"/s/{key}/mcp", {"method": "ping", "id": 1})
+        until(lambda: slow.is_asked)
+        asyncio.run(server.drop_session(key))
+        assert slow.is_cancelled and found.result(10)[0] == 410
+
+
+def test_a_session_that_ends_while_a_message_is_read_gets_no_call() -> None:
+    slow = SlowServer(0.0)
+    with gateway([]) as (server, _):
+        server.mcp, key = slow, opened(server)  # type: ignore[assignment]
+        with socket.create_connection((server.host, server.port), timeout=10) as client:
+            client.sendall(f"POST /s/{key}/mcp HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{{".encode())
+            time.sleep(0.2)  # until the head is read
+            asyncio.run(server.drop_session(key))
+            client.sendall(b"}")
+            assert b" 410 " in client.recv(100) and not slow.is_asked
 
 
 def test_an_agent_in_a_sandbox_calls_a_tool_that_only_the_gateway_reaches(

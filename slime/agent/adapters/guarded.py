@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from aiohttp import web
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from slime.agent.gateway import Gateway
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 RESUBMIT_S = 0.2
 _ABANDONED_S = 60.0
 """How long a turn goes on after its client has gone, for the client to send the request again."""
@@ -116,13 +117,8 @@ class Guarded(BaseAdapter):
 
     async def _wait(self, session: KeyedSession, identity: bytes, pending: Pending) -> Answer:
         pending.num_waiting += 1
-        this = asyncio.current_task()
         try:
-            return await asyncio.shield(pending.task)
-        except asyncio.CancelledError:
-            if pending.task.cancelled() and this is not None and not this.cancelling():
-                raise _ended() from None
-            raise
+            return await until_ended(pending.task)
         finally:
             pending.num_waiting -= 1
             if not pending.num_waiting and not pending.task.done():
@@ -199,6 +195,21 @@ class Guarded(BaseAdapter):
             if len(session.sent) > _KEPT_ANSWERS:
                 session.sent.popitem(last=False)
         super()._delivered(sid, session, answer)
+
+
+async def until_ended(task: asyncio.Task[T]) -> T:
+    """Wait for a task of a session, which goes on where the client that waits has gone.
+
+    Raises:
+        Refused: the end of the session has cancelled it.
+    """
+    this = asyncio.current_task()
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if task.cancelled() and this is not None and not this.cancelling():
+            raise _ended() from None
+        raise
 
 
 def _ended() -> Refused:
