@@ -36,6 +36,7 @@ from slime.config.megatron.arguments import (
     teacher_problems,
     without_deepep,
 )
+from slime.config.megatron.lora_plan import lora_problems
 from slime.config.parser import (
     OLDER_NAMES,
     Parser,
@@ -48,7 +49,7 @@ from slime.config.parser import (
 )
 from slime.config.problems import NoEffect, Problems, collected, read_file, without_repeats
 from slime.config.roles import FLAG as ROLES_FLAG
-from slime.config.roles import Role, apply_config_files, critic_entry
+from slime.config.roles import Role, apply_config_files, critic_entry, parse_megatron_role_args
 from slime.config.rules import debug, devices, effect, files, generation
 from slime.config.rules.backends import backend_problems, problems_of_run
 from slime.config.rules.effect import Fields, check_pointless
@@ -349,15 +350,17 @@ def _check_trainers(
     """What is wrong with the model, its layout and kernels, the critic and the teacher; --load is as it was given."""
     of_actor = backend_problems(args, hf_config, explicit)
     problems.extend(of_actor)
+    problems.extend(problems_of_run(args, hf_config))
     if critic := critic_entry(args, by_role):
         critic_args, critic_explicit = critic
         of_critic = backend_problems(critic_args, hf_config, critic_explicit)
         of_critic.extend(effect.collect(critic_args, set(critic_explicit), fields))
+        if args.train_backend == "megatron":  # no engine serves a critic
+            of_critic.wrong += lora_problems(parse_megatron_role_args(args, "critic").replace(lora_serve="merged"))
         if not args.strict_flags:
             _settle_critic(args, of_actor, of_critic)
         problems.extend(of_critic.beside(problems, f"{ROLES_FLAG}, the critic's entry"))
     problems.wrong += teacher_problems(args)
-    problems.extend(problems_of_run(args, hf_config))
 
 
 def _settle_critic(args: Args, of_actor: Problems, of_critic: Problems) -> None:

@@ -25,6 +25,7 @@ from slime.checkpoints.paths import classify_checkpoint, latest_iteration
 from slime.config.args import Args
 from slime.config.custom_config import FileValues, FlagReader, apply_known, custom_config_values, read_known
 from slime.config.derive import aggregation, first
+from slime.config.megatron.lora_plan import adapters_in
 from slime.config.problems import NoEffect, Problems, read_file
 from slime.utils.errors import UsageError
 from slime.utils.files.yaml_config import LocatedYaml, load_yaml, validate
@@ -183,8 +184,24 @@ def role_values(args: Args, roles: Mapping[Role, FileValues]) -> dict[Role, dict
     actor = roles["actor"].known if "actor" in roles else {}
     critic = roles["critic"].known if "critic" in roles else {}
     before = {name: vars(args)[name] for name in actor if name not in SHARED + CHECKPOINTS}
-    own = before | NOT_INHERITED | critic
+    own = before | NOT_INHERITED | _own_base({**vars(args), **before, **critic}, critic) | critic
     return {"actor": dict(actor), "critic": {**own, **_derived(args, own, critic), **CRITIC_FORCED}}
+
+
+def _own_base(values: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What lies under the adapters (--lora-rank) of a critic whose entry has a `load`: that, unless it is adapters.
+
+    Args:
+        values: the critic's, with those that it inherits.
+        entry: those of them that its entry gives.
+    """
+    if "load" not in entry or values.get("lora_rank") is None:
+        return {}
+    base: dict[str, Any] = {"lora_adapter_path": None}  # that of the command line is over the actor's base
+    step = entry.get("ckpt_step")
+    if adapters_in(entry["load"], step) is None and "ref_load" not in entry:
+        base |= {"ref_load": entry["load"], "ref_ckpt_step": step}
+    return base
 
 
 def _derived(args: Args, own: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from slime.backends.sglang_utils import cpu_standins, engine_patches
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, adapter_defaults, build_server_args
 from slime.backends.sglang_utils.weight_transfer import adapter_tensors_of, in_shared_memory
 from slime.checkpoints.paths import MODEL_SHAPE_FILE, TRACKER_FILE
-from slime.config.megatron.lora_plan import LoraPlan
+from slime.config.megatron.lora_plan import LoraPlan, base_of
+from slime.config.roles import parse_megatron_role_args
 from slime.training.micro_batches import needs_old_log_probs
 from slime.utils.errors import UsageError
 from slime.utils.misc import needed
@@ -309,3 +310,24 @@ def test_an_adapter_of_other_flags_or_another_base_is_refused(check: Check, tmp_
     }
     for name, (value, text) in wrong.items():
         assert any(text in problem for problem in problems(**{name: value})), name
+
+
+def test_a_critic_with_a_load_of_its_own_has_adapters_over_that(check: Check, tmp_path: Path) -> None:
+    reward = tmp_path / "reward"
+    reward.mkdir()
+    (reward / "config.json").write_text((tmp_path / "hf" / "config.json").read_text())
+    flags = "--advantage-estimator ppo --no-offload-train --lora-rank 4 --megatron-config-path roles.yaml"
+
+    def checked(**entry: Any) -> tuple[list[str], Any]:
+        roles = {"megatron": [{"role": "critic", "overrides": entry}]}
+        (tmp_path / "roles.yaml").write_text(json.dumps(roles))
+        found = check(flags)
+        return found.problems.all(), parse_megatron_role_args(found.args, "critic")
+
+    problems, critic = checked(load="reward")
+    assert not problems and (critic.load, base_of(critic), critic.lora_adapter_path) == ("reward", "reward", None)
+    problems, _ = checked(load="reward", ref_load="hf")
+    assert len(problems) == 1 and "the critic's entry: --load reward holds no adapters, and the base" in problems[0]
+    saved(tmp_path / "adapters", rank=8, alpha=16.0, target_modules=ALL, use_rslora=False, has_experts=False)
+    problems, _ = checked(load="adapters")
+    assert len(problems) == 1 and "--load adapters holds adapters with rank 8, alpha 16.0" in problems[0]

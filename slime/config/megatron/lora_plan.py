@@ -125,6 +125,14 @@ def saved_plan(path: str | Path, step: int | None) -> dict[str, Any] | None:
     return plan_in(resolve_checkpoint_dir(path, step)[0])
 
 
+def adapters_in(path: str | None, step: int | None) -> dict[str, Any] | None:
+    """`saved_plan`, and None where that cannot be said: what is wrong then is said elsewhere."""
+    try:
+        return None if path is None else saved_plan(path, step)
+    except (UsageError, OSError, ValueError):
+        return None
+
+
 def plan_in(directory: Path) -> dict[str, Any] | None:
     """The same of the directory of one iteration."""
     shape_file = directory / MODEL_SHAPE_FILE
@@ -225,8 +233,8 @@ def _is_quantized(args: Args) -> bool:
 
 def _check_load(args: Args) -> Iterator[str]:
     """What training starts from is adapters that fit the flags, or the base."""
-    plan, base, saved = LoraPlan.of(args), base_of(args), _saved(args.load, args.ckpt_step)
-    if _saved(args.ref_load, args.ref_ckpt_step):
+    plan, base, saved = LoraPlan.of(args), base_of(args), adapters_in(args.load, args.ckpt_step)
+    if adapters_in(args.ref_load, args.ref_ckpt_step):
         yield f"--ref-load {args.ref_load} holds LoRA adapters alone; give the model under them."
     if saved and plan is None:
         yield (
@@ -243,7 +251,7 @@ def _check_load(args: Args) -> Iterator[str]:
             f"--load {args.load} holds no adapters, and the base of --lora-rank {plan.rank} is {flag} {base}; give "
             "the base as --ref-load."
         )
-    elif plan is not None and not saved and not _saved(args.ref_load, args.ref_ckpt_step):
+    elif plan is not None and not saved and not adapters_in(args.ref_load, args.ref_ckpt_step):
         yield from _check_iteration(args, base)
 
 
@@ -258,13 +266,6 @@ def _check_iteration(args: Args, base: str) -> Iterator[str]:
             f"--lora-rank {args.lora_rank}: training starts from {start}, and the reference is {reference}; adapters "
             "have one base, so give both --ckpt-step and --ref-ckpt-step, with the same iteration."
         )
-
-
-def _saved(path: str | None, step: int | None) -> dict[str, Any] | None:
-    try:
-        return None if path is None else saved_plan(path, step)
-    except (UsageError, OSError, ValueError):
-        return None  # said elsewhere
 
 
 def _iteration(path: str | None, step: int | None) -> Path | None:
