@@ -91,7 +91,7 @@ setup(
         "gpu": read_requirements("requirements.txt"),
         "cpu": CPU,
         **TRACKERS,
-        "mcp": ["mcp<2"],  # tools of MCP servers (docs/multi_turn.md)
+        "mcp": ["mcp<2"],  # tools of MCP servers (docs/mcp.md)
         "agents": ["mcp<2"],
         "cuda": read_requirements("requirements.txt"),
         "docs": ["furo", "myst-parser", "sphinx", "sphinx-copybutton"],
