@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 UNKNOWN = "no_such_flag"
 # figure -> (limit, aim of the second design)
 LIMITS = {
-    "statements": (43_226, 25_000),
-    "files": (366, 270),
+    "statements": (43_294, 25_000),
+    "files": (367, 270),
     "lines of the longest file": (450, 450),
     "lines of the longest function": (50, 50),
     "loose files of the fullest package": (16, 16),
@@ -44,6 +44,7 @@ PUBLIC_PATHS = (
     "slime.rollout.rm_hub.gpqa",
     "slime.utils.reloadable_process_group",
     "slime.utils.seqlen_balancing",
+    "slime.utils.tensor_backper",
 )
 LEAST_DOCUMENTED = 0.92
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from slime.config.args import Args
 from slime.training.micro_batches import REFERENCE
+from slime.utils.accelerator.tensor_backper import TensorBackuper
 from slime.utils.distributed_utils import gathered
-from slime.utils.tensor_backper import TensorBackuper
 
 GRAD_NORM_TOLERANCE = 0.01
 """Relative and absolute."""

@@ -33,9 +33,9 @@ import torch.distributed as dist
 from slime.config.args import Args
 from slime.processes.progress import went_on
 from slime.utils import accelerator
+from slime.utils.accelerator.tensor_backper import TensorBackuper
 from slime.utils.dp_schedule import build_dp_schedule, first_fit_pack, split_or_repeat
 from slime.utils.misc import num_weight_versions
-from slime.utils.tensor_backper import TensorBackuper
 from slime.utils.train_data import MicroBatch, RolloutBatch
 
 SCHEDULE_KEYS = ("partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes")

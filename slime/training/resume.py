@@ -48,9 +48,9 @@ from slime.config.args import Args
 from slime.config.roles import critic_save_dir
 from slime.training.backend import Backend
 from slime.training.micro_batches import REFERENCE
+from slime.utils.accelerator.tensor_backper import TensorBackuper
 from slime.utils.distributed_utils import barrier, gathered
 from slime.utils.errors import line_of_full_disk, said
-from slime.utils.tensor_backper import TensorBackuper
 
 logger = logging.getLogger(__name__)
 

@@ -51,10 +51,10 @@ from slime.training.resume import (
     write_resumed_state,
 )
 from slime.utils import accelerator
+from slime.utils.accelerator.tensor_backper import TensorBackuper
 from slime.utils.data import process_rollout_data
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.misc import hook_args, load_function, needed
-from slime.utils.tensor_backper import TensorBackuper
 from slime.utils.train_data import RolloutBatch
 
 MetricRecord = tuple[dict[str, float], str]

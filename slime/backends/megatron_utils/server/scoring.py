@@ -23,10 +23,10 @@ from slime.backends.megatron_utils.server.requests import Alternatives, Score, S
 from slime.checkpoints.paths import classify_checkpoint
 from slime.config.megatron.arguments import model_differences
 from slime.utils import accelerator
+from slime.utils.accelerator.tensor_backper import TensorBackuper
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import UsageError
 from slime.utils.misc import attempt
-from slime.utils.tensor_backper import TensorBackuper
 
 _BEFORE = "before the update"
 
