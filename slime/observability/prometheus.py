@@ -47,7 +47,8 @@ class RunState:
         self._phases: list[tuple[str, float]] = []
         self._rollout: float | None = None
         self._num_alarms = 0
-        self._alarms: dict[str, bool] = {}
+        self._alarms: dict[str, float] = {}
+        self._started = 0.0
 
     def look(self) -> None:
         """Read what is new."""
@@ -66,7 +67,7 @@ class RunState:
         if isinstance(alarm := record.get("alarm"), dict):
             is_on = alarm.get("state") != "ended"
             self._num_alarms += is_on
-            self._alarms[str(alarm.get("name", "alarm"))] = is_on
+            self._alarms[str(alarm.get("name", "alarm"))] = float(record.get("time", 0.0)) if is_on else -1.0
             return
         self._at[str(record.get("step_key"))] = float(record.get("time", 0.0))
         for name, value in record.items():
@@ -76,7 +77,7 @@ class RunState:
     def _take_event(self, event: Mapping[str, Any]) -> None:
         kind = event.get("event")
         if kind == "start":
-            self._phases = []
+            self._phases, self._started = [], float(event.get("time", 0.0))
         elif kind == "begin":
             self._phases.append((str(event.get("phase")), float(event.get("time", 0.0))))
             self._rollout = event.get("rollout", self._rollout)
@@ -101,8 +102,8 @@ class RunState:
         yield records
         yield GaugeMetricFamily("slime_alarms", "alarms of this run", value=self._num_alarms)
         active = GaugeMetricFamily("slime_alarm_active", "whether an alarm has begun and not ended", labels=["name"])
-        for name, is_on in self._alarms.items():
-            active.add_metric([name], is_on)
+        for name, begun in self._alarms.items():  # what began before a resume ends without a record
+            active.add_metric([name], begun >= self._started)
         yield active
         if self._rollout is not None:
             yield GaugeMetricFamily("slime_rollout", "the rollout that the phase is of", value=self._rollout)

@@ -69,6 +69,16 @@ def test_alarms_are_counted_as_a_run_writes_them_and_say_which_still_hold(tmp_pa
     assert after["slime_alarm_active", "staleness"] == 0 and after["slime_alarms", ""] == found["slime_alarms", ""]
 
 
+def test_an_alarm_of_an_attempt_that_was_lost_is_over_once_the_run_is_resumed(tmp_path: Path):
+    begun = {"step_key": "rollout/step", "time": 5.0, "alarm": {"name": "truncated", "state": "begun"}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(begun) + "\n")
+    start = [{"event": "start", "time": at} for at in (1.0, 6.0)]
+    (tmp_path / "run_events.jsonl").write_text(json.dumps(start[0]) + "\n")
+    assert scrape(tmp_path)["slime_alarm_active", "truncated"] == 1
+    (tmp_path / "run_events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in start))
+    assert scrape(tmp_path)["slime_alarm_active", "truncated"] == 0
+
+
 def test_a_run_without_files_has_an_endpoint(tmp_path: Path):
     assert scrape(tmp_path)["slime_alarms", ""] == 0
 
