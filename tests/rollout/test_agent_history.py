@@ -379,11 +379,11 @@ def test_experts_are_those_of_the_call_that_wrote_a_token_and_are_held_once():
             said = agent_fakes.send(server, agent_fakes.CHAT, key, {"messages": messages})[1]
             messages = [*messages, said["choices"][0]["message"], AGAIN]
         agent_fakes.send(server, agent_fakes.CHAT, key, {"messages": [*messages[:4], QUESTION]})  # a branch
-        leaves = [*server.sessions.manager._trees[key].leaves()]
-        nodes = [node for leaf in leaves for node in leaf.path_from_root() if node.turn]
-        held = {id(node.turn.meta_info["routed_experts"]._held) for node in nodes}
-        assert len(nodes) > turns and len(held) == 2, "one buffer, and one of the branch"
-        main, branch = finish(server, key)
+        tree = server.sessions.manager._trees[key]
+        main, branch = finish(server, key)  # it waits for the last turn, which is recorded behind its answer
+    nodes = [node for leaf in tree.leaves() for node in leaf.path_from_root() if node.turn]
+    held = {id(node.turn.meta_info["routed_experts"]._held) for node in nodes}
+    assert len(nodes) > turns and len(held) == 2, "one buffer, and one of the branch"
     ends = [len(r["input_ids"]) + len(o) - 1 for r, o in zip(engine.requests, engine.outputs, strict=True)]
     counts = [end - start for start, end in zip([0, *ends[:-2]], ends[:-1], strict=True)]
     expected = [number for number, count in enumerate(counts) for _ in range(count)]
