@@ -67,7 +67,8 @@ def main() -> None:
     series, shape = series_of(adapters, options), f"{adapters.model}, rank {rank_of(options)}"
     rows = [sync_row(series, shape), *arrival_rows(series, shape), wake_row(series, shape)]
     if waiting:
-        rows += arrival_rows(series_of(experts, options), f"{TINY_MOE}, all projections")
+        what = "attention" if options.tiny else "all projections"
+        rows += arrival_rows(series_of(experts, options), f"{TINY_MOE}, {what}")
     if "steps" not in options.skip:
         rows += step_rows(options, shape)
     if "merged" not in options.skip:
@@ -78,7 +79,7 @@ def main() -> None:
 
 
 def rank_of(options: Namespace) -> int:
-    """Of the adapters."""
+    """Return the rank of the adapters."""
     return 8 if options.tiny else 32
 
 
@@ -132,7 +133,7 @@ def sync_row(series: Series, shape: str) -> Row:
 
 
 def arrival_rows(series: Series, shape: str) -> list[Row]:
-    """Whether the engine's log-probs are the trainer's, with an adapter that moved them."""
+    """Compare log-probs of engine and trainer, and how far the adapter moved them from the base."""
     gaps = [gap for _, gap in sorted(series.get("train/train_rollout_logprob_abs_diff", {}).items())]
     kls = [kl for _, kl in sorted(series.get("train/kl_loss", {}).items())]
     what, target = "trainer and engine: log-prob gap", f"mean <= {GAP}"
@@ -156,7 +157,7 @@ def arrival_rows(series: Series, shape: str) -> list[Row]:
 
 
 def wake_row(series: Series, shape: str) -> Row:
-    """What sleeping and waking take; the gaps above are those of engines that have woken."""
+    """Report the seconds of sleep and wake-up. The rows of log-probs come from engines that have woken."""
     sleep, wake = median_of(series, "perf/sleep_time"), median_of(series, "perf/wake_up_time")
     what = "trainer's sleep + wake-up; rollouts by an engine that slept and woke"
     if sleep is None or wake is None:

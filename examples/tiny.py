@@ -1,4 +1,4 @@
-"""What the tiny runs of the examples share: data files, a control that must not learn, and the curve of a run.
+"""Helpers of the tiny runs of all examples: data files, a control that must not learn, and the curve of a run.
 
     python -m examples.tiny outputs/retool/grpo
 

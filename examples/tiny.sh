@@ -1,4 +1,4 @@
-# What the tiny runs of the examples share: a model with random weights, SFT on demonstrations, then GRPO, on two cores without a GPU.
+# The steps of the tiny runs of all examples: a model with random weights, SFT on demonstrations, then GRPO, on two cores without a GPU.
 #
 # A run script sets NAME, its folder below examples/, and the numbers of steps; sources this; and calls tiny_data, tiny_sft and tiny_grpo.
 #

@@ -32,7 +32,7 @@ def numbers() -> list[str]:
 
 
 def question(number: str) -> dict[str, str]:
-    """What the user asks."""
+    """Return the text of the user's message."""
     return {"role": "user", "content": f"{number} backwards?"}
 
 

@@ -40,7 +40,7 @@ def value_of(expression: str) -> str:
 
 
 def question(expression: str) -> dict[str, str]:
-    """What the user asks."""
+    """Return the text of the user's message."""
     return {"role": "user", "content": f"{expression}="}
 
 

@@ -96,7 +96,8 @@ class McpEndpoint:
 
 
 def _shown(function: dict[str, Any]) -> dict[str, Any]:
-    return {key: function[name] for key, name in (("name",) * 2, ("description",) * 2, ("inputSchema", "parameters"))}
+    about = {key: function[key] for key in ("name", "description")}
+    return {**about, "inputSchema": function["parameters"]}
 
 
 def _result(number: Any, result: dict[str, Any]) -> dict[str, Any]:

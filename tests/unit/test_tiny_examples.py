@@ -1,4 +1,4 @@
-"""What the tiny runs of the examples share: the control, and the curve of a run."""
+"""Helpers of the tiny runs of all examples: the control, and the curve of a run."""
 
 from __future__ import annotations
 

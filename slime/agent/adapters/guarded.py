@@ -1,4 +1,4 @@
-"""What the gateway adds to a protocol: known keys only, checked bodies, budgets, repeated requests, aborts."""
+"""The gateway's part of each protocol: keys, checks of bodies, budgets, repeated requests and aborts."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Guarded(BaseAdapter):
         return answer
 
     def _refusal(self, session: KeyedSession, error: Exception) -> Refused:
-        """What a client reads of a failure of the engine."""
+        """Return the answer that tells a client of an engine's failure; notes why the session ends."""
         if found := _TOO_LONG.search(str(error)):
             session.end_reason = "length"
             return self._too_long(int(found[1]), int(found[2]))

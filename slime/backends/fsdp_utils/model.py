@@ -276,6 +276,8 @@ def _on_meta(args: Args) -> Any:
             hf = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=args.attn_implementation, **trusted
             )
+    except UsageError:  # a ValueError, too
+        raise
     except ValueError as error:
         raise UsageError(
             f"--hf-checkpoint {args.hf_checkpoint}: transformers cannot build it ({str(error).splitlines()[0]}); use "
