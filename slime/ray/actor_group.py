@@ -252,7 +252,7 @@ def trainer_env(accelerator: str, world_size: int, more: Mapping[str, str], *, s
         sleeps: whether it leaves its GPU at times, for which its memory must be managed (--offload-train).
     """
     if accelerator == "cpu":
-        num_threads = max(1, (os.cpu_count() or 1) // world_size)
+        num_threads = max(1, len(os.sched_getaffinity(0)) // world_size)
         # Threads that wait must sleep: spinning, they take the core that an engine or another rank needs.
         return actor_env({"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE", **more})
     # SGLang sets the first in its own process; the two ends of a communicator must agree or NCCL fails.

@@ -116,10 +116,13 @@ def connect_ray(args: Args) -> Path | None:
             connecting.callback(shutil.rmtree, folder, ignore_errors=True)  # nobody else knows of it yet
             connecting.callback(ray.shutdown)
             # A Ray of our own finds the machine's GPUs by itself; slots have to be given.
-            resources = {resource: float(asked)} if args.accelerator == "cpu" else None
+            options: dict[str, Any] = {"resources": {resource: float(asked)}} if args.accelerator == "cpu" else {}
+            cores = len(os.sched_getaffinity(0))
+            if cores < (os.cpu_count() or 1):
+                options["num_cpus"] = cores  # Ray starts a worker for each core, also for those that are not ours
             with _on_this_machine():
                 try:
-                    _init(address="local", resources=resources, include_dashboard=False, _temp_dir=str(folder / "ray"))
+                    _init(address="local", include_dashboard=False, _temp_dir=str(folder / "ray"), **options)
                 except Exception as error:
                     if type(error) is not Exception:
                         raise

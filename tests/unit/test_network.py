@@ -119,6 +119,23 @@ def test_a_ray_of_our_own_that_does_not_start_is_one_error_and_leaves_no_folder(
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(("of_machine", "given"), [(64, 6), (6, None)])
+def test_a_ray_of_our_own_has_the_cores_that_the_run_may_use(
+    of_machine: int, given: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would start a worker for every core of the machine; where all are ours, it counts by itself."""
+    seen: list[Any] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(placement, "slot_layout", lambda args: Namespace(total=1))
+    monkeypatch.setattr(placement, "_private_folder", lambda: tmp_path)
+    monkeypatch.setattr(placement, "_init", lambda **options: seen.append(options.get("num_cpus")))
+    monkeypatch.setattr(placement.ray, "cluster_resources", lambda: {"slime_slot": 1})
+    monkeypatch.setattr(placement.os, "sched_getaffinity", lambda process: set(range(6)))
+    monkeypatch.setattr(placement.os, "cpu_count", lambda: of_machine)
+    placement.connect_ray(Namespace(accelerator="cpu"))
+    assert seen == [given]
+
+
 @pytest.mark.parametrize(("asks", "warnings"), [(True, 0), (False, 1)])
 def test_a_ray_that_asks_for_no_token_is_warned_of(
     asks: bool, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

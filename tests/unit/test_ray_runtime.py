@@ -284,6 +284,13 @@ def test_every_variable_that_a_trainer_rank_gets_is_refused_or_a_default_that_ma
     assert given - set(OWNED_ENV_VARS) == {"OMP_NUM_THREADS", "OMP_WAIT_POLICY"}
 
 
+def test_a_run_counts_the_cores_that_it_may_use_and_not_those_of_the_machine(monkeypatch):
+    """`taskset` and Slurm give a run some cores of many."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert [trainer_env("cpu", ranks, {})["OMP_NUM_THREADS"] for ranks in (1, 2, 12)] == ["6", "3", "1"]
+
+
 @pytest.mark.parametrize(
     ("changes", "total", "offset"),
     [

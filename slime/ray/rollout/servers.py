@@ -291,7 +291,7 @@ def _models(args: Args, slots: Sequence[Slot]) -> Iterator[ModelServers]:
             is_first=number == 0,
             kind="pd" if number == 0 and _external_pd(args) else plan.kind,
         )
-        num_threads = threads_per_engine(Path(plan.model_path), os.cpu_count() or 1, num_engines)
+        num_threads = threads_per_engine(Path(plan.model_path), len(os.sched_getaffinity(0)), num_engines)
         groups = []
         for kind in plan.groups:
             specs = _specs(args, plan, kind, first_rank=rank)
