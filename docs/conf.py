@@ -76,7 +76,23 @@ def _whole_sentences(_app: Any, _what: str, name: str, _obj: Any, _options: Any,
     lines[:] = _attributes.pop(name, lines)
 
 
+# Pages that were moved: the old address shows the new page. Both below docs/, without a suffix.
+MOVED = {"custom_generate_and_reward": "customization"}
+
+
+def _redirect(app: Any, error: Exception | None) -> None:
+    """Write a page at each old address that leads to the new one."""
+    for old, new in MOVED.items() if error is None else ():
+        target = f"{os.path.relpath(new, Path(old).parent)}.html"
+        page = Path(app.outdir) / "docs" / f"{old}.html"
+        page.write_text(
+            f'<!doctype html><html lang="en"><meta http-equiv="refresh" content="0; url={target}">'
+            f'<title>Moved</title><a href="{target}">This page has moved.</a></html>\n'
+        )
+
+
 def setup(app: Any) -> None:
     """Sphinx calls it."""
+    app.connect("build-finished", _redirect)
     app.connect("autodoc-process-docstring", _markdown_docstring, priority=1)
     app.connect("autodoc-process-docstring", _whole_sentences, priority=999)

@@ -3,8 +3,8 @@
     python tools/make_flag_reference.py                 write the page
     python tools/make_flag_reference.py --output FILE   write it somewhere else
 
-A test compares the page with what this makes. It knows no flag: names, types, defaults and meanings come from the
-parser, and what works from the classification that a run uses. SGLang's and the router's options belong to the
+A test compares the page with what this makes. Names, types, defaults and meanings come from the parser, and what
+works from the classification that a run uses. SGLang's and the router's options belong to the
 installed packages and are not listed.
 """
 
@@ -35,6 +35,23 @@ the command line: `python train.py --help GROUP`, `--explain FLAG`, `--list-unsu
 *Status* is **works**; **no effect here** (accepted, named in one warning, with the reason); **not supported** (a run
 that gives it another value than its default is refused; `--dry-run` plans it all the same).
 """
+FIRST = {  # the ten that a first run of one's own sets, and the page about each
+    "--hf-checkpoint": "[your own data](../start/own_data.md)",
+    "--prompt-data": "[your own data](../start/own_data.md)",
+    "--custom-rm-path": "[your own reward](../start/own_reward.md)",
+    "--rollout-batch-size": "[choosing](../choosing.md#batch-and-train-steps-per-rollout)",
+    "--n-samples-per-prompt": "[choosing](../choosing.md#group-size)",
+    "--global-batch-size": "[choosing](../choosing.md#batch-and-train-steps-per-rollout)",
+    "--rollout-max-response-len": "[choosing](../choosing.md#length)",
+    "--lr": "[choosing](../choosing.md#learning-rate)",
+    "--num-rollout": "[first run](../quick_start.md)",
+    "--output-dir": "[files written](files.md)",
+}
+TEN = """## The ten that matter first
+
+Nearly every command line sets these. Next come `--colocate` or `--rollout-num-gpus` (where a run is placed:
+[several GPUs](../start/several_gpus.md)) and `--max-tokens-per-gpu` (memory: [cut memory](../cut_memory.md)).
+"""
 ENGINES = """## Engines (`--sglang-*`) and router (`--router-*`)
 
 Every option of the installed SGLang server is there with `--sglang-` in front, every option of the installed router
@@ -45,7 +62,9 @@ with `--router-`: `python train.py --help sglang`, `--help router`. These are se
 def render() -> str:
     """The whole page, as Markdown."""
     command_line = CommandLine()
-    parts = [INTRODUCTION]
+    options = command_line.parser.options()
+    first = ((f"`{name}`", _default(options[name]), _meaning(options[name]), page) for name, page in FIRST.items())
+    parts = [INTRODUCTION, TEN, _table(("flag", "default", "meaning", "page"), first)]
     for group in command_line.parser._action_groups:
         if group._group_actions and not str(group.title).startswith(("SGLang", "Router")):
             parts += [f"## {group.title}\n", *([f"{group.description}\n"] if group.description else [])]
@@ -60,10 +79,16 @@ def render() -> str:
 
 def _rows(command_line: CommandLine, group: argparse._ArgumentGroup) -> Iterator[tuple[str, ...]]:
     for action in group._group_actions:
-        meaning = " ".join((action.help or "").replace("%%", "%").split()).replace("%(default)s", str(action.default))
-        default = "" if action.default in (None, False, argparse.SUPPRESS, [], {}) else f"`{action.default}`"
         names = ", ".join(f"`{name}`" for name in action.option_strings)
-        yield names, type_of(action), default, meaning, str(command_line.status_of(action))
+        yield names, type_of(action), _default(action), _meaning(action), str(command_line.status_of(action))
+
+
+def _default(action: argparse.Action) -> str:
+    return "" if action.default in (None, False, argparse.SUPPRESS, [], {}) else f"`{action.default}`"
+
+
+def _meaning(action: argparse.Action) -> str:
+    return " ".join((action.help or "").replace("%%", "%").split()).replace("%(default)s", str(action.default))
 
 
 def _owned() -> Iterator[tuple[str, str]]:

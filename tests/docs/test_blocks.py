@@ -1,14 +1,20 @@
-"""Blocks of the documentation that are marked as runnable are run, page by page, as docs/STYLE.md says."""
+"""Blocks of the documentation: marked ones are run, as docs/STYLE.md says; command lines of all are parsed."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from slime.config.parse import CommandLine
+from slime.config.parser import with_current_names
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKED = re.compile(
@@ -19,6 +25,27 @@ PAGES = {
     for path in sorted(ROOT.glob("docs/**/*.md"))
     if path.stem != "STYLE" and MARKED.search(path.read_text())
 }
+
+DRIVER = re.compile(r"(?:python3?\s+(?:\S*/)?train(?:_async)?\.py|\bslime (?:train|train-async|plan))\s(.*)")
+ARRAY = re.compile(r"^\w+=\(\n(.*?)^\)", re.M | re.S)  # flags that a later command line takes
+WITH_FLAGS = {
+    str(path.relative_to(ROOT)): path
+    for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("examples/*/README.md"))]
+    if str(path.relative_to(ROOT)) != "docs/plugins.md"  # rows of a package: tests/integration/test_plugins.py
+}
+
+
+def command_lines(text: str) -> Iterator[list[str]]:
+    """Yield the words after `train.py` of each command line of a page, and those of lines that are flags alone."""
+    for block in re.findall(r"^```(?:bash|sh)\n(.*?)^```", text, re.M | re.S):
+        lines = block.replace("\\\n", " ").splitlines() + [flags.replace("\n", " ") for flags in ARRAY.findall(block)]
+        for line in lines:
+            command = DRIVER.search(line)
+            if not command and not line.lstrip().startswith("--"):
+                continue
+            words = shlex.split(command.group(1) if command else line, comments=True)
+            end = next((i for i, word in enumerate(words) if word in ("&", "&&", "|", ";") or word[0] == ">"), None)
+            yield [word for word in words[:end] if word not in ("...", "\\") and not word.startswith("${")]
 
 
 def run_page(page: Path, folder: Path, *, slow: bool) -> int:
@@ -56,3 +83,23 @@ def test_a_block_that_fails_fails_the_page(tmp_path: Path) -> None:
     page.write_text("<!-- runs -->\n```bash\nfalse\n```\n")
     with pytest.raises(AssertionError, match="false"):
         run_page(page, tmp_path, slow=False)
+
+
+def problems_of(words: list[str], command_line: CommandLine) -> list[str]:
+    tokens = with_current_names(words, say=False)
+    return command_line.parser.parse_all(tokens, SimpleNamespace(), explain_unknown=lambda name: None)
+
+
+def test_flags_and_values_in_the_command_lines_of_all_pages_parse() -> None:
+    command_line, lines, wrong = CommandLine(), 0, []
+    for name, path in WITH_FLAGS.items():
+        for words in command_lines(path.read_text()):
+            lines += 1
+            wrong += [f"{name}: {problem}" for problem in problems_of(words, command_line)]
+    assert wrong == [] and lines >= 60
+
+
+def test_a_wrong_value_in_a_block_is_found() -> None:
+    page = "```bash\npython train.py --lr fast \\\n    --advantage-estimator pqo ... > log\n```\n"
+    (words,) = command_lines(page)
+    assert [problem.split(":")[0] for problem in problems_of(words, CommandLine())] == ["--lr", "--advantage-estimator"]

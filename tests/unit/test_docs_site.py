@@ -30,6 +30,8 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere() ->
         url for text in html for url in re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"(https?:[^\"]+)", text)
     ]
     assert not loaded
+    (moved,) = re.findall(r'url=([^"]+)"', (site / "docs/custom_generate_and_reward.html").read_text())
+    assert (site / "docs" / moved).resolve() == site / "docs/customization.html"
     assert "docs/quick_start" in (site / "searchindex.js").read_text()
 
 

@@ -147,8 +147,16 @@ def test_the_learning_path_is_the_same_in_readme_site_and_chinese() -> None:
     assert paths[0] == paths[1] == front[:7] == front[7:] and len(paths[0]) == 7
 
 
+def test_every_example_has_a_page_that_the_list_of_examples_names() -> None:
+    listed = re.findall(r"\]\((\S+)/README\.md\)", (ROOT / "examples/README.md").read_text())
+    folders = {path.name for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders - set(listed) == set()
+    assert [name for name in listed if not (ROOT / "examples" / name / "README.md").is_file()] == []
+
+
 def test_generated_pages_are_what_their_tools_make() -> None:
-    from tools import make_compatibility, make_loop_image
+    from tools import make_compatibility, make_pictures
 
     assert make_compatibility.DEFAULT_OUTPUT.read_text() == make_compatibility.render()
-    assert make_loop_image.OUTPUT.read_text() == make_loop_image.render()
+    drawn = {path.stem: path.read_text() for path in make_pictures.OUTPUT.glob("*.svg")}
+    assert drawn == {name: make_pictures.render(picture) for name, picture in make_pictures.PICTURES.items()}
