@@ -90,6 +90,14 @@ def test_a_page_is_plain_english(name: str) -> None:
     assert violations(text, is_short=not name.startswith("reference/")) == []
 
 
+WITHOUT_EXAMPLE = {"index", "reference/upstream_names", "reference/verl_parameters"}  # lists alone
+
+
+@pytest.mark.parametrize("name", sorted(CHECKED.keys() - WITHOUT_EXAMPLE))
+def test_a_page_has_an_example(name: str) -> None:
+    assert re.search(r"^`{3,}", CHECKED[name].read_text(), re.MULTILINE), "no block to copy: a command, code, output"
+
+
 @pytest.mark.parametrize("name", CHECKED)
 def test_flags_and_paths_of_a_page_exist(name: str) -> None:
     text = CHECKED[name].read_text()
