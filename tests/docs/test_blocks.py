@@ -44,9 +44,8 @@ def command_lines(text: str) -> Iterator[list[str]]:
             if not command and not line.lstrip().startswith("--"):
                 continue
             words = shlex.split(command.group(1) if command else line, comments=True)
-            end = next(
-                (i for i, word in enumerate(words) if word in ("&", "&&", "|", "||", ";") or word[0] == ">"), None
-            )
+            ends = ("&", "&&", "|", "||", ";", ">", ">>", "2>")
+            end = next((i for i, word in enumerate(words) if word in ends), None)
             yield [word for word in words[:end] if word not in ("...", "\\") and not word.startswith("${")]
 
 
@@ -104,7 +103,5 @@ def test_flags_and_values_in_the_command_lines_of_all_pages_parse() -> None:
 def test_a_wrong_value_in_a_block_is_found() -> None:
     page = "```bash\npython train.py --lr fast \\\n    --advantage-estimator pqo ... > log\n```\n"
     (words,) = command_lines(page)
-    assert [problem.split(":")[0] for problem in problems_of(words, CommandLine())] == [
-        "--lr",
-        "--advantage-estimator",
-    ]
+    problems = problems_of(words, CommandLine())
+    assert [problem.split(":")[0] for problem in problems] == ["--lr", "--advantage-estimator"]
