@@ -1,6 +1,6 @@
 """FSDP2 beside Megatron on one GPU: the train step of the same packed batch, and a colocated run of FSDP2.
 
-    python benchmarks/gpu_fsdp.py [--part steps] [--part run]
+    python benchmarks/gpu_fsdp.py [--part steps] [--part run] [--profile 0]
     python benchmarks/gpu_fsdp.py --tiny
 
 Steps: benchmarks/gpu_train_step.py (log-probs, then one update) of the 0.6B and the 4B shape with random weights, bf16
@@ -57,6 +57,7 @@ SMALL_GPU_GIB = 100
 def main() -> None:
     parser = make_parser(__doc__, "gpu_fsdp")
     parser.add_argument("--part", action="append", choices=["steps", "run"], help="default: both")
+    parser.add_argument("--profile", type=int, default=25, help="also print so many of the dearest kernels of a step")
     options = parse_options(parser)
     parts = options.part or ["steps", "run"]
     options.benchmark = "-".join([options.benchmark, *(options.part or [])])
@@ -107,6 +108,8 @@ def measured_step(
             except subprocess.TimeoutExpired:
                 log.write("its time was over\n")
         print(f"{shape}, {way}: {time.monotonic() - begin:.0f} s (log {folder / 'log'})", flush=True)
+        table = (folder / "log").read_text(errors="replace").partition("\n---")[2]
+        print(table, flush=True)
     if result.is_file():
         return json.loads(result.read_text()), ""
     lines = [line.strip() for line in (folder / "log").read_text(errors="replace").splitlines() if line.strip()]
@@ -126,6 +129,7 @@ def step_command(shape: str, flags: str, options: Namespace, result: Path) -> li
         sizes = {"tokens": 16384, "micro-batch-tokens": 8192, "steps": 3}
     given = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     more_flags = ["--layout", f" {flags} {options.extra_flags}", "--accelerator", options.accelerator]
+    more_flags += ["--profile", str(options.profile)]
     script = str(ROOT / "benchmarks/gpu_train_step.py")
     return [sys.executable, script, "--shape", shape, *given, *more_flags, "--result", str(result)]
 

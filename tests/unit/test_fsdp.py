@@ -98,10 +98,11 @@ def assert_equal_runs(reference: Path, found: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "world", "flags"),
     [
-        ("qwen3", 1, {}),
+        ("qwen3", 1, {"max_tokens_per_gpu": 24}),
         ("tied", 2, {"recompute_loss_function": True}),
         ("moe", 2, {}),
-        ("qwen3", 2, {"attn_implementation": "sdpa", "fsdp_reshard_after_forward": False, "offload_train": True}),
+        ("tied", 1, {"offload_train": True}),
+        ("qwen3", 2, {"attn_implementation": "sdpa", "fsdp_reshard_after_forward": False, "max_tokens_per_gpu": 24}),
         ("moe", 4, {"megatron": "--context-parallel-size 2", "max_tokens_per_gpu": 24}),
         ("qwen3", 2, {"fsdp_replicate_size": 2, "fsdp_forward_prefetch": True}),
         ("qwen3", 2, {"fsdp_cpu_offload": True, "megatron": "--recompute-granularity full", "max_tokens_per_gpu": 24}),
@@ -196,6 +197,45 @@ def test_a_gradient_that_is_not_finite_ends_the_run(families: dict[str, Path], t
     }
     with pytest.raises(AssertionError, match="train step 0 has the norm nan, and weights would be lost"):
         run(families["qwen3"], out=tmp_path / "out.pt", **own)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_optimizer_clips_and_steps_as_torchs_and_leaves_out_a_gradient_that_is_not_finite(
+    families: dict[str, Path], replicas: int
+) -> None:
+    args = trainer_args(families["qwen3"], MEGATRON, dp_size=2, train_backend="fsdp", fsdp_replicate_size=replicas)
+    run_world(2, _optimizer, args)
+
+
+def _optimizer(args: Any) -> None:
+    from slime.backends.fsdp_utils.model import build_policy, make_mesh
+    from slime.backends.fsdp_utils.optimizer import ShardedAdamW
+    from slime.backends.fsdp_utils.weights import load_hf, named_parameters
+
+    policy = build_policy(args, make_mesh(args))
+    load_hf(policy, args.load)
+    named = named_parameters(policy)
+    optimizer = ShardedAdamW(args, named)
+    optimizer.param_groups[1]["weight_decay"] *= optimizer.param_groups[1]["wd_mult"]  # as Megatron's scheduler does
+    theirs = [torch.nn.Parameter(parameter.full_tensor().detach()) for _, parameter in named]
+    decayed = [p for p in theirs if p.ndim > 1]
+    groups = [{"params": decayed}, {"params": [p for p in theirs if p.ndim <= 1], "weight_decay": 0.0}]
+    of_torch = torch.optim.AdamW(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps,
+                                 weight_decay=args.weight_decay)  # fmt: skip
+    for step, value in enumerate((1.0, float("nan"), 0.001)):
+        for (_, parameter), other in zip(named, theirs, strict=True):
+            parameter.grad = torch.full_like(parameter, value)
+            other.grad = torch.full_like(other, value)
+        norm = optimizer.update(clip_grad=1.0, skip_nan=True)
+        assert all(parameter.grad is None for _, parameter in named)
+        assert optimizer.num_steps == max(step, 1)
+        if value != value:
+            assert norm != norm
+            continue
+        assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(theirs, 1.0)), rel=1e-5)
+        of_torch.step()
+    for (name, parameter), other in zip(named, theirs, strict=True):
+        assert torch.allclose(parameter.full_tensor(), other, rtol=1e-6, atol=1e-7), name
 
 
 def test_each_rank_reads_the_rows_of_its_own_shards_alone(families: dict[str, Path]) -> None:

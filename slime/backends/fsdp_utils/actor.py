@@ -16,23 +16,20 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from slime.backends.fsdp_utils.checkpoint import (
     TrainState,
     begin_checkpoint,
     load_checkpoint,
     load_tensors,
-    make_moments,
     moments,
-    num_steps,
     random_states,
     save_weights,
-    set_num_steps,
     set_random_states,
     weights,
 )
 from slime.backends.fsdp_utils.model import build_policy, inputs_of, make_mesh
+from slime.backends.fsdp_utils.optimizer import ShardedAdamW, local
 from slime.backends.fsdp_utils.weights import WeightSource, load_hf, named_parameters
 from slime.backends.megatron_utils.actor import MegatronBackend, TrainerOver
 from slime.backends.megatron_utils.checkpoint.hf_export import save_hf
@@ -41,7 +38,6 @@ from slime.backends.megatron_utils.loss import DeferredLogits, get_log_probs_and
 from slime.backends.megatron_utils.model.setup import make_scheduler
 from slime.backends.megatron_utils.update_weight import connected_weight_updater
 from slime.checkpoints.paths import classify_checkpoint, resolve_checkpoint_dir
-from slime.config.args import Args
 from slime.config.megatron.arguments import model_shape
 from slime.training.backend import CheckpointSource, Layout
 from slime.training.micro_batches import MicroBatches
@@ -64,10 +60,10 @@ class FsdpBackend(MegatronBackend):
     # ---- beginning and end
 
     def build(self) -> None:
-        args = self.args
-        policy = build_policy(args, make_mesh(args))
-        optimizer = make_optimizer(args, named_parameters(policy))
-        make_moments(optimizer)
+        args, mesh = self.args, make_mesh(self.args)
+        self._is_whole = mesh.size(mesh.ndim - 1) == 1  # there are no shards but copies of the model
+        policy = build_policy(args, mesh)
+        optimizer = ShardedAdamW(args, named_parameters(policy))
         self.state = TrainState(policy, optimizer, make_scheduler(args, cast(Any, optimizer)))
         self._source = WeightSource(policy, getattr(torch, args.params_dtype))
 
@@ -78,7 +74,7 @@ class FsdpBackend(MegatronBackend):
     def sleep(self) -> None:
         # Communicators stay: FSDP2 holds torch's own groups, which `reload_process_groups` could not replace.
         barrier("its part before the trainer leaves the GPU", self.args.distributed_timeout_minutes * 60.0)
-        self.state.optimizer.zero_grad(set_to_none=True)
+        self.state.optimizer.zero_grad()
         named_parameters(self.state.policy)  # sharded: nothing that was gathered is moved
         gc.collect()
         accelerator.empty_cache()
@@ -131,8 +127,7 @@ class FsdpBackend(MegatronBackend):
         for batch in micro_batches.of_step(None):
             columns = policy(inputs_of(batch), lambda output, batch=batch: read(batch, output))
             found.append({name: column.split(batch["response_lengths"]) for name, column in columns.items()})
-        policy.train()
-        named_parameters(policy)  # the root's group is sharded again
+        policy.train()  # what is gathered may stay so for the train step: whoever asks for weights shards it again
         columns_S = {f"{prefix}{name}": micro_batches.scatter([of_one[name] for of_one in found]) for name in names}
         return cast(RolloutBatch, columns_S)
 
@@ -140,25 +135,21 @@ class FsdpBackend(MegatronBackend):
     def updates(self) -> Iterator[None]:
         if self.args.reset_optimizer_states:
             self.state.optimizer.state.clear()
-            make_moments(self.state.optimizer)
+            self.state.optimizer.make_moments()
         yield
         named_parameters(self.state.policy)
 
     def update(self, micro_batches: MicroBatches, *, rollout_id: int, step_id: int) -> dict[str, float]:
         args, state = self.args, self.state
-        state.optimizer.zero_grad()
         global_batch_size = micro_batches.global_batch_sizes[step_id]
         reports = self._gradients(micro_batches, step_id)
-        largest = args.clip_grad if args.clip_grad > 0 else float("inf")
-        shard_norm = torch.nn.utils.clip_grad_norm_(state.policy.parameters(), largest)
-        norm = float(shard_norm.full_tensor() if isinstance(shard_norm, DTensor) else shard_norm)
+        rates = [group["lr"] for group in state.optimizer.param_groups]
+        norm = state.optimizer.update(clip_grad=args.clip_grad, skip_nan=args.check_for_nan_in_grad)
         if args.check_for_nan_in_grad and not math.isfinite(norm):
             raise RuntimeError(
                 f"the gradient of rollout {rollout_id}, train step {step_id} has the norm {norm}, and weights would "
                 "be lost; look at its rewards, log-probs and --lr (--no-check-for-nan-in-loss-and-grad goes on)"
             )
-        rates = [group["lr"] for group in state.optimizer.param_groups]
-        state.optimizer.step()
         state.scheduler.step(increment=global_batch_size)
         group = self.layout().dp_group
         metrics = reduce_reports(reports, None if args.calculate_per_token_loss else global_batch_size, group)
@@ -184,9 +175,18 @@ class FsdpBackend(MegatronBackend):
             reports.append(report)
             return loss * factor
 
-        for batch in micro_batches.of_step(step_id):
+        for number, batch in enumerate(micro_batches.of_step(step_id), 1):
+            self._expect(is_last=number == scale["num_microbatches"])
             self.state.policy(inputs_of(batch), lambda output, batch=batch: loss_of(batch, output)).backward()
         return reports
+
+    def _expect(self, *, is_last: bool) -> None:
+        """Leave gathered what was to stay so, and gradients where nobody has a part of them, until the last pass."""
+        policy = cast(Any, self.state.policy)
+        if self._is_whole or not self.args.fsdp_reshard_after_forward:
+            policy.set_reshard_after_backward(is_last)
+        if self._is_whole:
+            policy.set_requires_gradient_sync(is_last)
 
     def _logits(self, output: Any) -> Any:
         """The model's output as the losses take it: whole logits [1, T, V] unless they are to be made in chunks."""
@@ -235,40 +235,16 @@ class FsdpBackend(MegatronBackend):
 
     def state_values(self) -> dict[str, Any]:
         return {
-            "steps": num_steps(self.state.optimizer),
+            "steps": self.state.optimizer.num_steps,
             "schedule": self.state.scheduler.state_dict(),
             "random": random_states(),
         }
 
     def restore_values(self, values: Mapping[str, Any]) -> None:
-        set_num_steps(self.state.optimizer, values["steps"])
+        self.state.optimizer.num_steps = values["steps"]
         self.state.scheduler.num_steps = 0  # Megatron's class adds the saved position to the present one
         self.state.scheduler.load_state_dict(values["schedule"])
         set_random_states(values["random"])
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, live."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def make_optimizer(args: Args, named: Sequence[tuple[str, torch.Tensor]]) -> torch.optim.AdamW:
-    """Return torch's AdamW with Megatron's groups: biases and vectors (norms) do not decay."""
-    decayed = [p for name, p in named if p.ndim > 1 and not name.endswith(".bias")]
-    others = [p for name, p in named if p.ndim <= 1 or name.endswith(".bias")]
-    groups = [
-        {"params": params, "wd_mult": factor, "lr_mult": 1.0}
-        for params, factor in ((decayed, 1.0), (others, 0.0))
-        if params
-    ]
-    return torch.optim.AdamW(
-        groups,
-        lr=args.lr,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_eps,
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
 
 
 class FsdpTrainActor(TrainerOver):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from slime.backends.fsdp_utils.model import Policy
+from slime.backends.fsdp_utils.optimizer import ShardedAdamW
 from slime.backends.fsdp_utils.weights import HEAD, fixed_tensors, named_parameters
 from slime.backends.megatron_utils.checkpoint.iterations import UnfinishedCheckpoint
 from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loading
@@ -31,7 +32,6 @@ from slime.utils.distributed_utils import gathered, get_gloo_group
 from slime.utils.errors import UsageError
 
 STATE_FILE = "fsdp_state.json"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
@@ -39,7 +39,7 @@ class TrainState:
     """What a train step changes."""
 
     policy: Policy
-    optimizer: torch.optim.AdamW
+    optimizer: ShardedAdamW
     scheduler: Any
 
 
@@ -54,32 +54,12 @@ def weights(policy: Policy) -> dict[str, torch.Tensor]:
 
 def moments(state: TrainState) -> dict[str, torch.Tensor]:
     """Name -> live shard of each moment of Adam."""
-    make_moments(state.optimizer)
-    of_param = [(name, state.optimizer.state[parameter]) for name, parameter in named_parameters(state.policy)]
-    return {f"optimizer.{name}.{moment}": of_one[moment] for name, of_one in of_param for moment in MOMENTS}
-
-
-def make_moments(optimizer: torch.optim.AdamW) -> None:
-    """Let every parameter have its (zero) moments now, where it has none; it would at the first step."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                optimizer.state[parameter] |= {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    **{name: torch.zeros_like(parameter.detach()) for name in MOMENTS},
-                }
-
-
-def num_steps(optimizer: torch.optim.AdamW) -> float:
-    """Steps that the optimizer has done; every parameter has the same count."""
-    return next((float(of_one["step"]) for of_one in optimizer.state.values()), 0.0)
-
-
-def set_num_steps(optimizer: torch.optim.AdamW, steps: float) -> None:
-    """Undo `num_steps`."""
-    make_moments(optimizer)
-    for of_one in optimizer.state.values():
-        of_one["step"].fill_(steps)
+    state.optimizer.make_moments()
+    return {
+        f"optimizer.{name}.{moment}": tensor
+        for name, parameter in named_parameters(state.policy)
+        for moment, tensor in state.optimizer.moments(parameter).items()
+    }
 
 
 def random_states() -> dict[str, Any]:
@@ -146,7 +126,7 @@ def begin_checkpoint(
     tensors, more = weights(state.policy), {"iteration": iteration, "world_size": dist.get_world_size()}
     if "optimizer" in contents:
         tensors |= moments(state)
-        more |= {"steps": num_steps(state.optimizer), "schedule": state.scheduler.state_dict()}
+        more |= {"steps": state.optimizer.num_steps, "schedule": state.scheduler.state_dict()}
     if "rng" in contents:
         more["random"] = gathered(random_states())
     num_bytes = sum(tensor.to_local().nbytes if hasattr(tensor, "to_local") else 0 for tensor in tensors.values())
@@ -181,7 +161,7 @@ def load_checkpoint(source: CheckpointSource, state: TrainState) -> Iterator[str
         tensors |= moments(state)
     load_tensors(directory, tensors)
     if with_optimizer:
-        set_num_steps(state.optimizer, more["steps"])
+        state.optimizer.num_steps = more["steps"]
         state.scheduler.num_steps = 0  # Megatron's class adds the saved position to the present one
         state.scheduler.load_state_dict(more["schedule"])
     elif source.load_optimizer:
