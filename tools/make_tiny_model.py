@@ -2,6 +2,7 @@
 
     python tools/make_tiny_model.py --output models/tiny-qwen3
     python tools/make_tiny_model.py --output models/tiny-moe --family qwen3_moe
+    python tools/make_tiny_model.py --output models/tiny-vl --family qwen3_vl
 
 Every printable ASCII character is one token; the role names of the chat template are one token each, so a chat prompt
 stays short. It knows nothing about the task the model is meant for. torchvision is not needed: the model classes are
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script from a clone that is not installed
 
 from slime.models.families import FAMILIES  # noqa: E402
+from slime.models.family import resolved  # noqa: E402
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
 ROLE_TOKENS = ["system", "user", "assistant", "tool"]
@@ -37,22 +39,41 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+IMAGE_TOKENS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+}
+"""Key of the config -> token."""
+CHAT_WITH_IMAGES = CHAT_TEMPLATE.replace(
+    "message['content'] +",
+    "(message['content'] if message['content'] is string else parts(message['content'])) +",
+).replace(
+    "{% for message",
+    "{% macro parts(content) %}{% for part in content %}{% if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endmacro %}"
+    "{% for message",
+)
+"""The same for messages whose contents are lists of texts and images."""
 
 
-def build_tokenizer(extra_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+def build_tokenizer(extra_tokens: Sequence[str] = (), *, sees_images: bool = False) -> PreTrainedTokenizerFast:
     """The character tokenizer: specials, then role names, then characters; another character becomes `<unk>`.
 
     Args:
         extra_tokens: texts of more than one character that shall be one token each.
+        sees_images: there are the tokens around an image and in its place, and a chat template that writes them.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *ROLE_TOKENS, *CHARACTERS, *extra_tokens])}
+    special = [*SPECIAL_TOKENS, *(IMAGE_TOKENS.values() if sees_images else ())]
+    vocabulary = {token: i for i, token in enumerate([*special, *ROLE_TOKENS, *CHARACTERS, *extra_tokens])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     tokenizer.add_tokens(
         [AddedToken(token, normalized=False, special=False) for token in [*ROLE_TOKENS, *extra_tokens]]
     )
@@ -63,11 +84,10 @@ def build_tokenizer(extra_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast
         unk_token="<unk>",
         clean_up_tokenization_spaces=False,
     )
-    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.chat_template = CHAT_WITH_IMAGES if sees_images else CHAT_TEMPLATE
     return wrapped
 
 
-VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
 OWN_CONFIG = """from transformers import {theirs}Config
 
 
@@ -95,7 +115,7 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -
         # SGLang gives models with experts an output layer of their own, which a tied checkpoint would leave empty.
         tie_word_embeddings=args.tie_embeddings and not family.has_experts,
         initializer_range=args.init_std,
-        rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
+        rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta, **settings.pop("rope_parameters", {})},
         eos_token_id=tokenizer.eos_token_id,
         # With a padding id transformers would make its embedding zero, and a policy that samples the token would get
         # a gradient thousands of times the usual one through the first normalisation. The tokenizer has one anyway.
@@ -105,10 +125,13 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -
     )
     if not family.sees_images:
         return config
-    vision = VISION | {"out_hidden_size": args.hidden_size}
-    tied = {"tie_word_embeddings": config.tie_word_embeddings}
+    size = args.vision_hidden_size
+    vision = {"depth": args.vision_layers, "hidden_size": size, "num_heads": 2, "intermediate_size": 2 * size}
+    vision["initializer_range"] = args.init_std
+    vision |= {"out_hidden_size": args.hidden_size, **resolved(family.tiny_vision, args)}
+    ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in IMAGE_TOKENS.items()}
     whole: PretrainedConfig = vars(module)[f"{family.hf_class}Config"](
-        text_config=config.to_dict(), vision_config=vision, **tied
+        text_config=config.to_dict(), vision_config=vision, tie_word_embeddings=config.tie_word_embeddings, **ids
     )
     return whole
 
@@ -120,10 +143,11 @@ def make_tiny_model(args: argparse.Namespace) -> int:
     family = FAMILIES[args.family]
     name = family.hf_type or args.family
     modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    tokenizer = build_tokenizer(args.extra_tokens)
+    tokenizer = build_tokenizer(args.extra_tokens, sees_images=family.sees_images)
     torch.manual_seed(args.seed)
     kind = "ForConditionalGeneration" if family.sees_images else "ForCausalLM"
-    model = vars(modeling)[f"{family.hf_class}{kind}"](build_config(args, tokenizer)).to(torch.float32)
+    config = build_config(args, tokenizer)
+    model = vars(modeling)[f"{family.hf_class}{kind}"](config).to(torch.float32)
     args.output.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(args.output)
     with open(os.devnull, "w") as quiet, contextlib.redirect_stderr(quiet):  # a progress bar over one shard
@@ -170,6 +194,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--heads", type=int, default=4, help="query heads")
     parser.add_argument("--kv-heads", type=int, default=2, help="key and value heads")
     parser.add_argument("--head-dim", type=int, default=None, help="hidden size / heads when not given")
+    parser.add_argument("--vision-layers", type=int, default=2, help="layers of the part that sees images")
+    parser.add_argument("--vision-hidden-size", type=int, default=32, help="channels between them")
     parser.add_argument("--max-positions", type=int, default=2048, help="longest sequence")
     parser.add_argument("--rope-theta", type=float, default=10000.0, help="base of the rotary embedding")
     parser.add_argument("--init-std", type=float, default=0.02, help="standard deviation of the random weights")

@@ -127,6 +127,7 @@ class Family:
         hf_class: how the names of transformers' classes begin; None where tools/make_tiny_model.py makes none.
         hf_type: the model_type of transformers that it is under another name.
         tiny: as of a `Part`.
+        tiny_vision: the same of the part that sees images.
         sglang_needs: fields that SGLang reads and transformers does not know -> the value of the published models.
         sglang_has_own_head: SGLang gives it an output layer of its own, whatever tie_word_embeddings says.
         norms_all_heads: its norms of queries and keys go over all heads, those of other ranks included.
@@ -146,6 +147,7 @@ class Family:
     hf_type: str | None = None
     sees_images: bool = False
     tiny: Config = field(default_factory=dict)
+    tiny_vision: Config = field(default_factory=dict)
     sglang_needs: Config = field(default_factory=dict)
     sglang_has_own_head: bool = False
     norms_all_heads: bool = False
@@ -241,19 +243,25 @@ class Family:
 
 
 def family_of_parts(
-    model_type: str, *parts: Part, predictions: Predictions | None = None, sees_images: bool = False, **facts: Any
+    model_type: str,
+    *parts: Part,
+    predictions: Predictions | None = None,
+    sees_images: bool = False,
+    has_plain_names: bool = False,
+    **facts: Any,
 ) -> Family:
     """Return the row of a family that is made of these parts.
 
     Args:
         predictions: its layers that predict further tokens.
         sees_images: the checkpoint has the language model next to a part that sees images.
+        has_plain_names: and calls its tensors as if it were alone.
         facts: further fields of `Family`.
     """
     rules = tuple(rule for part in parts for rule in part.rules)
     if predictions is not None:
         rules = predictions.after(rules)
-    if sees_images:
+    if sees_images and not has_plain_names:
         rules = tuple(
             replace(rule, hf=tuple(re.sub(r"^model\.", "model.language_model.", name) for name in rule.hf))
             for rule in rules

@@ -147,11 +147,14 @@ _DELTA_NET_DEFAULTS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+_TINY_VISION = {"patch_size": 8, "num_position_embeddings": 64}
 _FACTS_3_5: dict[str, Any] = {
+    "tiny_vision": _TINY_VISION,
     "defaults": {"num_key_value_heads": 4, **_DELTA_NET_DEFAULTS},
     "takes": ("partial_rotary_factor",),
 }
 _MOE_FACTS_3_5: dict[str, Any] = {
+    "tiny_vision": _TINY_VISION,
     "defaults": {
         "num_key_value_heads": 2,
         "num_experts": 256,
@@ -172,6 +175,14 @@ _MIMO_PREDICTIONS = Predictions(
     last_norm="final_layernorm",
 )
 DENSE = (BASE, ATTENTION, MLP)
+
+
+def _tiny_mrope(sizes: Any) -> dict[str, Any]:
+    """Sections of multimodal positions (time, height, width) that fill half a head."""
+    quarter = (sizes.head_dim or sizes.hidden_size // sizes.heads) // 4
+    return {"mrope_section": [quarter, quarter // 2, quarter - quarter // 2]}
+
+
 QWEN = (
     family_of_parts("qwen2", *DENSE, qkv_bias(), defaults={"num_key_value_heads": 32}, hf_class="Qwen2"),
     family_of_parts(
@@ -241,6 +252,36 @@ QWEN = (
         takes=("partial_rotary_factor",),
         hf_class="Qwen3Next",
         tiny_adds={"full_attention_interval": 2},
+    ),
+    family_of_parts(
+        "qwen2_5_vl",
+        *DENSE,
+        qkv_bias(),
+        sees_images=True,
+        has_plain_names=True,
+        defaults={"num_key_value_heads": 8},
+        rope_theta=1000000.0,
+        hf_class="Qwen2_5_VL",
+        tiny={"rope_parameters": _tiny_mrope},
+        # SGLang takes patches of another size for finished embeddings
+        tiny_vision={
+            "patch_size": 14,
+            "window_size": 56,
+            "fullatt_block_indexes": lambda sizes: [sizes.vision_layers - 1],
+        },
+        gguf_type=None,
+    ),
+    family_of_parts(
+        "qwen3_vl",
+        *DENSE,
+        QK_NORM,
+        sees_images=True,
+        defaults={"num_key_value_heads": 32, "head_dim": 128},
+        rope_theta=500000.0,
+        hf_class="Qwen3VL",
+        tiny={"rope_parameters": lambda sizes: {**_tiny_mrope(sizes), "mrope_interleaved": True}},
+        tiny_vision={**_TINY_VISION, "deepstack_visual_indexes": [0]},
+        gguf_type=None,
     ),
     family_of_parts("qwen3_5", *_DENSE_3_5, sees_images=True, hf_class="Qwen3_5", **_FACTS_3_5),
     family_of_parts("qwen3_5_text", *_DENSE_3_5, **_FACTS_3_5),

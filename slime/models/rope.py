@@ -37,7 +37,8 @@ def rope_of(hf: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
             rope[name] = default if hf.get(name) is None else hf[name]
     if hf.get("original_max_position_embeddings") is not None:  # transformers prefers it to that of the settings
         rope["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
-    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    rope["rope_type"] = "default" if kind == "mrope" else kind  # Qwen2.5-VL's word for sections, which are a key too
     return rope
 
 

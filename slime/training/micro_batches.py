@@ -33,6 +33,7 @@ import torch.distributed as dist
 from slime.config.args import Args
 from slime.processes.progress import went_on
 from slime.utils import accelerator
+from slime.utils.accelerator import to_device
 from slime.utils.accelerator.tensor_backper import TensorBackuper
 from slime.utils.dp_schedule import build_dp_schedule, first_fit_pack, split_or_repeat
 from slime.utils.misc import num_weight_versions
@@ -88,6 +89,26 @@ def _ragged(
         raise ValueError(f"column {name!r} does not match the samples from sample {i} on: {found[i:][:1]} entries")
     flat = np.concatenate([np.asarray(value, dtype=dtype) for value in values])
     return list(torch.from_numpy(flat).to(device).split(found))
+
+
+def image_key(inputs: Mapping[str, np.ndarray]) -> int:
+    """Return what tells the images of one prompt from another's: its samples share the arrays."""
+    return id(inputs["pixel_values"])
+
+
+def joined_images(
+    of_samples: Sequence[Mapping[str, np.ndarray] | None], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return the processor's tensors of a micro-batch on a device, joined along their first axis; {} without images.
+
+    Images of a prompt that several samples have are there once.
+    """
+    of_prompts = list({image_key(inputs): inputs for inputs in of_samples if inputs is not None}.values())
+    names = of_prompts[0] if of_prompts else ()
+    return {
+        name: to_device(torch.from_numpy(np.concatenate([inputs[name] for inputs in of_prompts])), device)
+        for name in names
+    }
 
 
 class Packing(Protocol):
@@ -208,7 +229,11 @@ class MicroBatches:
         columns: dict[str, Any] = {name: [self.column(name)[i] for i in samples] for name in self.columns()}
         columns["unconcat_tokens"] = columns.pop("tokens")
         columns["first_pass"] = self._first_pass[index]
-        return cast(MicroBatch, columns | self._packed[index])
+        packed = self._packed[index]
+        if "multimodal_train_inputs" in columns:  # joined for one pass: pixels are the largest part of a rollout
+            images = joined_images(columns["multimodal_train_inputs"], packed["tokens"].device)
+            columns["multimodal_train_inputs"] = images
+        return cast(MicroBatch, columns | packed)
 
 
 REFERENCE = "ref"

@@ -155,6 +155,9 @@ class RolloutBatch(TokenColumns, total=False):
     weight_version: int
     recorded_indices: frozenset[int]
     """These two as in TrainData."""
+    multimodal_train_inputs: list[dict[str, np.ndarray] | None]
+    image_spans: list[list[list[int]]]
+    """These two as in TrainData."""
     rollout_routed_experts: list[Any]
     """As in TrainData; taken out once the layers have it."""
     micro_batch_indices: list[list[int]]
@@ -185,7 +188,7 @@ class MicroBatch(TokenColumns, total=False):
     tokens: torch.Tensor
     """[1, T] packed, padded with 0; with context parallelism this rank's chunks, as all that is of T."""
     position_ids: torch.Tensor
-    """[1, T] place in the sample."""
+    """[1, T] place in the sample; [4, 1, T] with images: that, and the three of M-RoPE."""
     packed_seq_params: Any
     """Megatron's PackedSeqParams: cumulative lengths of the packed samples."""
     unconcat_tokens: list[torch.Tensor]
@@ -212,6 +215,13 @@ class MicroBatch(TokenColumns, total=False):
     """Per prediction layer as `response_rows`, `response_places` and `response_tokens`."""
     first_pass: dict[str, torch.Tensor]
     """[sum of R] `log_probs` and `entropy` of the loss's first pass; written by slime's losses, read by records."""
+    image_rows: torch.Tensor
+    """[n] rows that are tokens of images; only where the rollout has some, as the next two."""
+    image_tokens: torch.Tensor
+    """[n] which of the tokens of `multimodal_train_inputs` each is."""
+    multimodal_train_inputs: dict[str, torch.Tensor]
+    """The processor's tensors (`pixel_values`, `image_grid_thw`, ...) of the micro-batch's images, joined along their
+    first axis; those of one prompt are there once, however many samples it has. Empty without images."""
     predictions: list[Any]
     """Per prediction layer its logits (DeferredLogits); written when the model has run."""
 

@@ -130,12 +130,13 @@ _WITH_SCALE = ((".indexer.wk.weight", ".indexer.wk.weight_scale_inv"),)
 T = TypeVar("T")
 
 
-def expected_hf_names(checkpoint: Path, num_predictions: int = 0) -> set[str]:
+def expected_hf_names(checkpoint: Path, num_predictions: int = 0, *, with_tower: bool = False) -> set[str]:
     """Names of the trained tensors of an HF directory; empty when it has no safetensors (nothing to compare with).
 
     A tied `lm_head.weight` is left out: it is the embedding. So are layers that predict further tokens, behind the
     first `num_predictions`, and their copies of the embedding and the output layer, which engines do not load; and
-    what is not of the language model, which no trainer changes. Experts stored as one tensor are sent one by one.
+    what is not of the language model, but for the part that sees images where the trainer has it (`with_tower`).
+    Experts stored as one tensor are sent one by one.
     """
     names = _names(checkpoint)
     path = checkpoint / "config.json"
@@ -148,7 +149,7 @@ def expected_hf_names(checkpoint: Path, num_predictions: int = 0) -> set[str]:
         for name in names
         if not name.endswith(NOT_WEIGHTS)
         and not prediction_copy_of(name)
-        and not is_of_other_part(name)
+        and not (name.startswith(_ADDED) if with_tower else is_of_other_part(name))
         and _is_of_first_layers(name, last, num_predictions)
     }
 
@@ -257,7 +258,10 @@ def kept_together(parts: Iterable[list[tuple[str, T]]]) -> Iterator[list[tuple[s
     yield from waiting.values()
 
 
-OF_OTHER_PARTS = ("model.visual.", "mtp.")
+TOWER = ("model.visual.", "visual.")
+"""Names of the part that sees images, and those of published Qwen2.5-VL."""
+_ADDED = ("mtp.",)
+OF_OTHER_PARTS = (*TOWER, *_ADDED)
 """Names of what stays as it is while the language model is trained: the part that sees images, and layers that predict
 further tokens of families for which there are no rules."""
 

@@ -43,6 +43,7 @@ OURS = {
     "--disable-fsdp-reshard-after-forward": "FSDP2",
     "--fsdp-forward-prefetch": "FSDP2",
     "--fsdp-compile": "FSDP2",
+    "--freeze-vision-tower": "image training",
     "--require-deepep": "an error for what is a warning",
     "--dashboard-host": "pages over the run",
     "--prometheus-port": "one scrape target for the whole run",

@@ -7,17 +7,19 @@ samples, so that every denominator of the loss differs from its neighbours.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from slime.config.parse import FLAG_CLASSES
 from slime.config.parser import defaults_of
-from tests.unit.megatron_fakes import make_args, run_world
+from tests.unit.megatron_fakes import IMAGE_TOKENS, make_args, run_world
 
 VOCAB = 100
 NUM_SAMPLES = 13
@@ -87,6 +89,38 @@ def make_train_data() -> dict[str, Any]:
         "rollout_mask_sums": [trained[r] for r in rollout_ids],
         "rollout_log_probs": [[-rng.uniform(3, 6) for _ in response] for response in responses],
     }
+
+
+def with_images(data: dict[str, Any]) -> dict[str, Any]:
+    """That data with images of 16 x 16 pixels and less in its prompts, as `make_hf_model` sees them.
+
+    Samples 0 and 1 have one prompt's image, 2 has two, 4 and every fourth from there one;
+    the others have none, and a word of the response 6 is what stands for an image in prompts.
+    """
+    rng = np.random.default_rng(3)
+    start, end, token = (IMAGE_TOKENS[f"{name}_token_id"] for name in ("vision_start", "vision_end", "image"))
+    spans: list[list[list[int]]] = [[] for _ in data["tokens"]]
+    inputs: list[Any] = [None] * len(spans)
+    for i, grids in {
+        0: [(1, 4, 4)],
+        2: [(1, 2, 4), (1, 4, 4)],
+        **{i: [(1, 4, 2)] for i in range(4, len(spans), 4)},
+    }.items():
+        pixels = rng.normal(size=(sum(math.prod(grid) for grid in grids), 3 * 2 * 4 * 4)).astype(np.float32)
+        inputs[i] = {"pixel_values": pixels, "image_grid_thw": np.array(grids)}
+    inputs[1] = inputs[0]
+    data["tokens"] = [[min(word, start - 1) for word in tokens] for tokens in data["tokens"]]
+    data["tokens"][6][-1] = token
+    for i, images in enumerate(inputs):
+        if images is None:
+            continue
+        placed = [data["tokens"][i][0]]
+        for grid in images["image_grid_thw"]:
+            size = int(math.prod(grid)) // 4
+            spans[i].append([len(placed) + 1, size])
+            placed += [start, *[token] * size, end]
+        data["tokens"][i][:1] = placed
+    return {**data, "image_spans": spans, "multimodal_train_inputs": inputs}
 
 
 def train(

@@ -78,7 +78,16 @@ _DELTA_NET = {
 }
 _SPARSE = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 8}
 _SHARED_EXPERT = {"num_experts": 8, "shared_expert_intermediate_size": 40}
-_VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+_VISION = {
+    **{"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32},
+    **{"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3},
+}
+_VISION_OF = {
+    "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+}
+IMAGE_TOKENS = {"vision_start_token_id": 95, "vision_end_token_id": 96, "image_token_id": 97, "video_token_id": 98}
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16, "pad_token_id": None},
@@ -101,6 +110,11 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 16, "use_qk_norm": True, "attention_bias": True, **_EXPERTS, **_SHARED},
     "qwen2_moe": {"num_experts": 8, "norm_topk_prob": False, "shared_expert_intermediate_size": 40, **_EXPERTS},
     "qwen3_next": {**_DELTA_NET, **_EXPERTS, **_SHARED_EXPERT},
+    "qwen2_5_vl": {"rope_parameters": {**_SECTIONS, "mrope_section": [2, 1, 1]}},
+    "qwen3_vl": {
+        "head_dim": 16,
+        "rope_parameters": {**_SECTIONS, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+    },
     "qwen3_5": _DELTA_NET,
     "qwen3_5_text": _DELTA_NET,
     "qwen3_5_moe": {**_DELTA_NET, **_EXPERTS, **_SHARED_EXPERT},
@@ -156,7 +170,8 @@ def make_hf_model(path: Path, family: str = "qwen3", *, tied: bool = False, voca
     auto_class = hf.AutoModelForCausalLM
     if family in FAMILIES and FAMILIES[family].sees_images:
         outer = {name: settings[name] for name in ("tie_word_embeddings", "dtype")}
-        settings = {"text_config": settings, "vision_config": _VISION, **outer}
+        vision = {**_VISION, **_VISION_OF.get(family, {})}
+        settings = {"text_config": settings, "vision_config": vision, **outer, **IMAGE_TOKENS}
         auto_class = hf.AutoModelForImageTextToText
     hf_config = hf.AutoConfig.for_model(NAMED_AS.get(family, family), **settings)
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from slime.config.parse import CommandLine
 from slime.config.rules.backends import unsupported_models
 from slime.utils.errors import UsageError
-from tests.integration.trainer_world import make_train_data, resumed_from, trainer_args
+from tests.integration.trainer_world import make_train_data, resumed_from, trainer_args, with_images
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 
 NUM_STEPS = 5
@@ -66,7 +66,8 @@ def _rank(args: Any, steps: range, out: Path) -> None:
 
     before, records = whole(), []
     layout = actor.parallel_config()
-    share = split_train_data(args, make_train_data(), layout)[layout["dp_rank"]]
+    data = with_images(make_train_data()) if args.multimodal_keys else make_train_data()
+    share = split_train_data(args, data, layout)[layout["dp_rank"]]
     for step in steps:
         if args.offload_train:
             with mock.patch.object(actor_module, "memory_saver"):  # which moves CUDA memory only
@@ -158,7 +159,7 @@ def _biases(args: Any, directory: Path) -> None:
 
     policy, name = build_policy(args, make_mesh(args)), "model.layers.1.mlp.gate.e_score_correction_bias"
     load_hf(policy, args.load)
-    sent = dict(pair for tensors in WeightSource(policy, torch.float32).full_tensors() for pair in tensors)
+    sent = dict(pair for tensors in WeightSource(policy, torch.float32, args.load).full_tensors() for pair in tensors)
     expected = SafetensorsReader(args.load).get(name)
     assert expected.any() and torch.equal(sent[name], expected)
     save_weights(directory, policy)

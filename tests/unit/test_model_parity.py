@@ -169,6 +169,8 @@ def reference_gradients(hf_model, ids, weights):
             continue
         if hf_model.config.model_type == "minimax_m2":
             name = name.replace(".mlp.", ".block_sparse_moe.")
+        if hf_model.config.model_type == "qwen2_5_vl":
+            name = name.replace("language_model.", "")
         if name.endswith("experts.gate_up_proj"):
             for i, (gate, up) in enumerate(grad.chunk(2) for grad in param.grad):
                 base = f"{name.removesuffix('.gate_up_proj')}.{i}"

@@ -30,7 +30,7 @@ from slime.backends.fsdp_utils.checkpoint import (
 )
 from slime.backends.fsdp_utils.model import build_policy, inputs_of, make_mesh
 from slime.backends.fsdp_utils.optimizer import ShardedAdamW, local
-from slime.backends.fsdp_utils.weights import WeightSource, load_hf, named_parameters
+from slime.backends.fsdp_utils.weights import WeightSource, load_hf, named_parameters, trained_parameters
 from slime.backends.megatron_utils.actor import MegatronBackend, TrainerOver
 from slime.backends.megatron_utils.checkpoint.hf_export import save_hf
 from slime.backends.megatron_utils.checkpoint.iterations import UnfinishedCheckpoint
@@ -63,9 +63,9 @@ class FsdpBackend(MegatronBackend):
         args, mesh = self.args, make_mesh(self.args)
         self._is_whole = mesh.size(mesh.ndim - 1) == 1  # there are no shards but copies of the model
         policy = build_policy(args, mesh)
-        optimizer = ShardedAdamW(args, named_parameters(policy))
+        optimizer = ShardedAdamW(args, trained_parameters(policy))
         self.state = TrainState(policy, optimizer, make_scheduler(args, cast(Any, optimizer)))
-        self._source = WeightSource(policy, getattr(torch, args.params_dtype))
+        self._source = WeightSource(policy, getattr(torch, args.params_dtype), args.hf_checkpoint)
 
     def layout(self) -> Layout:
         layout = super().layout()

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 
 from slime.backends.fsdp_utils.model import Policy
 from slime.backends.fsdp_utils.optimizer import ShardedAdamW
-from slime.backends.fsdp_utils.weights import HEAD, fixed_tensors, named_parameters
+from slime.backends.fsdp_utils.weights import HEAD, fixed_tensors, named_parameters, trained_parameters
 from slime.backends.megatron_utils.checkpoint.iterations import UnfinishedCheckpoint
 from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loading
 from slime.checkpoints.metadata import check_names
@@ -57,7 +57,7 @@ def moments(state: TrainState) -> dict[str, torch.Tensor]:
     state.optimizer.make_moments()
     return {
         f"optimizer.{name}.{moment}": tensor
-        for name, parameter in named_parameters(state.policy)
+        for name, parameter in trained_parameters(state.policy)
         for moment, tensor in state.optimizer.moments(parameter).items()
     }
 

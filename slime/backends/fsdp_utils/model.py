@@ -12,10 +12,10 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from unittest import mock
 
 import torch
@@ -37,6 +37,7 @@ from slime.backends.megatron_utils.megatron_patch.packed_rope import rotate
 from slime.backends.megatron_utils.model.spec import rms_norm
 from slime.config.args import Args
 from slime.config.rules.backends import unsupported_models
+from slime.models.families import family_of_config
 from slime.utils import accelerator
 from slime.utils.accelerator.fusion import compiled, kernel_on_cuda
 from slime.utils.errors import UsageError
@@ -165,11 +166,12 @@ class Policy(torch.nn.Module):
     """The root that is sharded: a transformers model, and what reads its last hidden states.
 
     Args:
-        hf: a causal language model of transformers.
+        hf: a causal language model of transformers, alone or behind a tower that sees images.
         has_value_head: a critic's: a head [1, H] takes the place of the output layer.
+        trains_tower: the tower gets gradients.
     """
 
-    def __init__(self, hf: Any, *, has_value_head: bool) -> None:
+    def __init__(self, hf: Any, *, has_value_head: bool, trains_tower: bool = True) -> None:
         super().__init__()
         self.hf = hf
         self.value_head: torch.nn.Linear | None = None
@@ -178,7 +180,10 @@ class Policy(torch.nn.Module):
             hf.lm_head = torch.nn.Identity()
             with parameters_on_meta():
                 self.value_head = torch.nn.Linear(hf.config.get_text_config().hidden_size, 1)
-        self.is_packed = hf.config._attn_implementation == PACKED_ATTENTION
+        self.is_packed = hf.config.get_text_config()._attn_implementation == PACKED_ATTENTION
+        self.trains_tower = trains_tower
+        if not trains_tower and (tower := tower_of(hf)) is not None:
+            tower.requires_grad_(False)
 
     def forward(self, batch: MicroBatch, read: Callable[[Any], T]) -> T:
         """Return `read(output)`: the output is `DeferredLogits`, of a critic values [1, T, 1].
@@ -188,23 +193,61 @@ class Policy(torch.nn.Module):
             read: what makes a loss, or columns, of the output.
         """
         more = {"pack": batch["packed_seq_params"]} if self.is_packed else {}
-        inputs = {"input_ids": batch["tokens"], "position_ids": batch["position_ids"], "attention_mask": None}
+        inputs = {"position_ids": batch["position_ids"], "attention_mask": None, **self._inputs(batch)}
         # transformers' own attention finds the samples where positions begin again, which needs no mask either
-        hidden = self.hf.base_model(**inputs, use_cache=False, **more).last_hidden_state[0]
+        hidden = language_model(self.hf)(**inputs, use_cache=False, **more).last_hidden_state[0]
         if self.value_head is not None:
             weight, bias = self.value_head.weight.float(), self.value_head.bias.float()
             return read(torch.nn.functional.linear(hidden.float(), weight, bias)[None])
         weight = self.hf.get_output_embeddings().weight
         return read(DeferredLogits(hidden.to(weight.dtype), weight))
 
+    def _inputs(self, batch: MicroBatch) -> dict[str, Any]:
+        """The language model's tokens, or their embeddings with those of images in their places."""
+        if "image_rows" not in batch:
+            return {"input_ids": batch["tokens"]}
+        embedded = self.hf.get_input_embeddings()(batch["tokens"])
+        images, rows = batch["multimodal_train_inputs"], batch["image_rows"]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_tower):
+            # Ranks gather the tower's layers together, so that one without images sees a blank one.
+            found = self.hf.base_model.get_image_features(
+                **_pixels(images) or blank_image(self.hf.config, rows.device)
+            )
+        features = [torch.cat(list(found.pooler_output)), *(getattr(found, "deepstack_features", None) or ())]
+        if not images:
+            nothing = torch.stack([feature.sum() for feature in features]).sum() * 0.0
+            return {"inputs_embeds": embedded + nothing.to(embedded.dtype)}
+        of_tokens, *of_layers = [feature[batch["image_tokens"]].to(embedded.dtype) for feature in features]
+        inputs = {"inputs_embeds": embedded[0].index_put((rows,), of_tokens)[None]}
+        if of_layers:
+            mask = torch.zeros_like(batch["tokens"], dtype=torch.bool)
+            mask[0, rows] = True
+            inputs |= {"visual_pos_masks": mask, "deepstack_visual_embeds": of_layers}
+        return inputs
+
+
+def _pixels(images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a tower takes of a processor's tensors."""
+    return {name: images[name] for name in ("pixel_values", "image_grid_thw") if name in images}
+
+
+def blank_image(config: Any, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the smallest image that a tower takes, of one token."""
+    vision = config.vision_config
+    size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    side = vision.spatial_merge_size
+    return {
+        "pixel_values": torch.zeros(side * side, size, device=device),
+        "image_grid_thw": torch.tensor([[1, side, side]], device=device),
+    }
+
+
+INPUTS = ("tokens", "position_ids", "packed_seq_params", "image_rows", "image_tokens", "multimodal_train_inputs")
+
 
 def inputs_of(batch: MicroBatch) -> MicroBatch:
     """What the model reads of a micro-batch; the root would copy all else to its device, in its type."""
-    return {
-        "tokens": batch["tokens"],
-        "position_ids": batch["position_ids"],
-        "packed_seq_params": batch["packed_seq_params"],
-    }
+    return cast(MicroBatch, {name: value for name, value in batch.items() if name in INPUTS})
 
 
 def build_policy(args: Args, mesh: DeviceMesh) -> Policy:
@@ -221,7 +264,7 @@ def build_policy(args: Args, mesh: DeviceMesh) -> Policy:
     hf = _on_meta(args)
     if args.recompute_granularity is not None:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = Policy(hf, has_value_head=is_value_model(args))
+    policy = Policy(hf, has_value_head=is_value_model(args), trains_tower=trains_tower(args))
     offload = CPUOffloadPolicy(pin_memory=accelerator.kind() == "cuda") if args.fsdp_cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -233,12 +276,13 @@ def build_policy(args: Args, mesh: DeviceMesh) -> Policy:
         dtype = getattr(torch, args.params_dtype)
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     layers = decoder_layers(hf)
+    blocks = [] if (tower := tower_of(hf)) is None else list(tower.blocks)
     if args.fsdp_compile:
         for layer in layers:
             layer.forward = compiled(layer.forward, dynamic=True)
     elif accelerator.kind() == "cuda":
         use_kernels(hf)
-    for layer in layers:
+    for layer in (*blocks, *layers):
         fully_shard(layer, **options)
     fully_shard(policy, **options)
     if args.fsdp_forward_prefetch:
@@ -266,16 +310,20 @@ def _move_buffers(policy: Policy) -> None:
 
 
 def _on_meta(args: Args) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     trusted = {"trust_remote_code": args.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(args.hf_checkpoint, **trusted)  # nosec B615: a local directory
         _prepare(args, config.get_text_config())
+        family, attention = family_of_config(config.to_dict()), args.attn_implementation
+        kind: Any = AutoModelForCausalLM
+        implementations: Any = attention
+        if family is not None and family.sees_images:
+            kind = AutoModelForImageTextToText
+            implementations = {"text_config": attention, "vision_config": "sdpa", "": attention}
         with parameters_on_meta():
-            hf = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=args.attn_implementation, **trusted
-            )
+            hf = kind.from_config(config, dtype=torch.float32, attn_implementation=implementations, **trusted)
     except UsageError:  # a ValueError, too
         raise
     except ValueError as error:
@@ -339,13 +387,28 @@ def decoder_layers(hf: Any) -> list[Any]:
     Raises:
         UsageError: it has none under the name that every decoder of transformers uses.
     """
-    layers = getattr(hf.base_model, "layers", None)
+    layers = getattr(language_model(hf), "layers", None)
     if layers is None:
         raise UsageError(
             f"{type(hf).__name__} has no list of decoder layers (`model.layers`), which --train-backend fsdp shards; "
             "use --train-backend megatron."
         )
     return list(layers)
+
+
+def language_model(hf: Any) -> Any:
+    """The decoder of a model of transformers; where it sees images, that is behind the tower."""
+    return getattr(hf.base_model, "language_model", hf.base_model)
+
+
+def tower_of(hf: Any) -> Any | None:
+    """The part of a model that sees images, if it has one."""
+    return getattr(hf.base_model, "visual", None)
+
+
+def trains_tower(args: Args) -> bool:
+    """Whether gradients reach the part that sees images."""
+    return bool(args.multimodal_keys) and not args.freeze_vision_tower
 
 
 def make_mesh(args: Args) -> DeviceMesh:

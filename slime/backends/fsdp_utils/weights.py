@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -27,6 +28,11 @@ def named_parameters(policy: Policy) -> list[tuple[str, torch.Tensor]]:
     return [(name.removeprefix("hf."), parameter) for name, parameter in policy.named_parameters()]
 
 
+def trained_parameters(policy: Policy) -> list[tuple[str, torch.Tensor]]:
+    """Those of `named_parameters` that get gradients."""
+    return [(name, parameter) for name, parameter in named_parameters(policy) if parameter.requires_grad]
+
+
 def fixed_tensors(policy: Policy) -> list[tuple[str, torch.Tensor]]:
     """(name in transformers' model, buffer) of what checkpoints hold and no gradient changes: biases of routers."""
     return [
@@ -35,6 +41,17 @@ def fixed_tensors(policy: Policy) -> list[tuple[str, torch.Tensor]]:
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     ]
+
+
+def stored_name(name: str, stored: Collection[str]) -> str:
+    """The name that an HF directory has for a parameter of transformers' model: Qwen2.5-VL was published with others.
+
+    Example:
+        >>> stored_name("model.language_model.norm.weight", {"model.norm.weight"})
+        'model.norm.weight'
+    """
+    other = re.sub(r"^model\.(language_model\.|(?=visual\.))", lambda match: "model." if match[1] else "", name)
+    return other if name not in stored and other in stored else name
 
 
 def load_hf(policy: Policy, path: str) -> None:
@@ -50,6 +67,7 @@ def load_hf(policy: Policy, path: str) -> None:
     for name, parameter in [*named_parameters(policy), *fixed_tensors(policy)]:
         if name.startswith(HEAD):
             continue
+        name = stored_name(name, names)
         local, first = local_rows(parameter)
         rows = (first, first + len(local))
         if is_fused(name) and name not in names:
@@ -89,10 +107,12 @@ class WeightSource:
     Args:
         policy: whose.
         dtype: in which they are given, that of the engines.
+        checkpoint: HF directory whose names they get.
     """
 
-    def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
+    def __init__(self, policy: Policy, dtype: torch.dtype, checkpoint: str) -> None:
         self.policy, self.dtype = policy, dtype
+        self._stored = frozenset(SafetensorsReader(checkpoint).names())
 
     @torch.no_grad()
     def full_tensors(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -104,10 +124,10 @@ class WeightSource:
             if waiting and num_bytes + size > GATHER_BYTES:
                 yield from map(as_hf, gathered(waiting))
                 waiting, num_bytes = [], 0
-            waiting.append((name, parameter.detach().to(self.dtype)))
+            waiting.append((stored_name(name, self._stored), parameter.detach().to(self.dtype)))
             num_bytes += size
         yield from map(as_hf, gathered(waiting))
-        yield from ([(name, tensor)] for name, tensor in fixed_tensors(self.policy))
+        yield from ([(stored_name(name, self._stored), tensor)] for name, tensor in fixed_tensors(self.policy))
 
 
 def gathered(shards: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

@@ -49,6 +49,7 @@ from slime.utils.accelerator.reloadable_process_group import destroy_process_gro
 from slime.utils.distributed_utils import barrier
 from slime.utils.misc import hook_args, load_function, needed
 from slime.utils.train_data import RolloutBatch
+from slime.weights.names import read_config
 
 logger = logging.getLogger(__name__)
 KEEP_WORLD = "SLIME_DESTROY_WORLD_PROCESS_GROUP"
@@ -164,13 +165,16 @@ class MegatronBackend(Backend):
         args = self.args
         if args.use_rollout_routing_replay and not is_value_model(args):
             take_engine_routing(self.state.model, data, num_experts=needed(args.num_moe_experts))
-        sizes = self.layout().sizes
+        sizes, merge_size = self.layout().sizes, 0
+        if "image_spans" in data:
+            merge_size = read_config(args.hf_checkpoint).get("vision_config", {}).get("spatial_merge_size", 2)
         packing = Packing(
             multiple=sizes["tp_size"] * args.data_pad_size_multiplier,
             cp_rank=sizes["cp_rank"],
             cp_size=sizes["cp_size"],
             num_predictions=args.mtp_num_layers or 0 if args.enable_mtp_training else 0,
             count_multiple=sizes["vpp_group"],
+            merge_size=merge_size,
         )
         return MicroBatches(data, packing)
 

@@ -23,6 +23,7 @@ from slime.backends.megatron_utils.cp_utils import (
     zigzag_positions,
 )
 from slime.backends.megatron_utils.layers.varlen_attention import note_ends
+from slime.training.micro_batches import image_key
 from slime.utils.accelerator import to_device
 from slime.utils.train_data import MicroBatch, RolloutBatch
 
@@ -42,6 +43,8 @@ class Packing:
     count_multiple: int = 1
     """Micro-batches of a pass are a multiple of it, as interleaved pipeline stages need; the schedule sees to it for
     train steps."""
+    merge_size: int = 0
+    """Patches of an image that are one token, in each direction, for a model whose positions are of three kinds."""
 
     def micro_batch(self, data: RolloutBatch, samples: Sequence[int]) -> MicroBatch:
         """Return the model's inputs for some samples of a share."""
@@ -74,7 +77,43 @@ class Packing:
             "response_tokens": torch.cat(responses)[places],
         }
         packed |= {"response_places": places} if self.cp_size > 1 else {}
+        if "image_spans" in data:
+            packed |= self._images(data, samples, packed)
         return packed | (self._predictions(tokens, responses) if self.num_predictions else {})
+
+    def _images(self, data: RolloutBatch, samples: Sequence[int], packed: MicroBatch) -> MicroBatch:
+        """Where the row has images' tokens, which of the images' tokens each is, and all tokens' positions."""
+        spans, images = (
+            [data["image_spans"][i] for i in samples],
+            [data["multimodal_train_inputs"][i] for i in samples],
+        )
+        lengths, device = [len(data["tokens"][i]) for i in samples], packed["tokens"].device
+        first: dict[int, int] = {}  # of the tokens of a prompt's images, which its samples share
+        count = 0
+        for inputs, of_sample in zip(images, spans, strict=True):
+            if inputs is not None and image_key(inputs) not in first:
+                first[image_key(inputs)] = count
+                count += sum(length for _, length in of_sample)
+        numbers, positions = [], []
+        for length, inputs, of_sample in zip(lengths, images, spans, strict=True):
+            number, place = torch.full((length,), -1), first[image_key(inputs)] if inputs is not None else 0
+            for start, size in of_sample:
+                number[start : start + size] = torch.arange(place, place + size)
+                place += size
+            numbers.append(slice_with_cp(number, -1, cp_rank=self.cp_rank, cp_size=self.cp_size))
+            if self.merge_size:
+                grids = [] if inputs is None else inputs["image_grid_thw"].tolist()
+                found = mrope_positions(length, of_sample, grids, self.merge_size)
+                positions.append(slice_with_cp(found.T, 0, cp_rank=self.cp_rank, cp_size=self.cp_size).T)
+        which = torch.cat(numbers)
+        rows = (which >= 0).nonzero()[:, 0]
+        placed: MicroBatch = {"image_rows": to_device(rows, device), "image_tokens": to_device(which[rows], device)}
+        if self.merge_size:
+            plain = packed["position_ids"]
+            of_kinds = plain.expand(3, -1).clone()
+            of_kinds[:, : len(which)] = to_device(torch.cat(positions, 1), device)
+            placed["position_ids"] = torch.stack((plain, *of_kinds[:, None]))
+        return placed
 
     def _predictions(self, tokens: list[torch.Tensor], responses: list[torch.Tensor]) -> MicroBatch:
         """For each prediction layer the tokens that it embeds [1, T]; the rows that predict response tokens, those
@@ -90,6 +129,42 @@ class Packing:
             found["prediction_places"].append(places.to(device))
         found["prediction_targets"] = [torch.cat(responses)[places] for places in found["prediction_places"]]
         return found
+
+
+def mrope_positions(
+    length: int, spans: Sequence[Sequence[int]], grids: Sequence[Sequence[int]], merge_size: int
+) -> torch.Tensor:
+    """Return the positions in time, height and width [3, length] of a sample's tokens (Qwen-VL's M-RoPE).
+
+    A text token has the same position three times. An image's tokens count on from the last one along its three axes,
+    and the text behind it from the longest of them.
+
+    Args:
+        length: tokens of the sample.
+        spans: (first token, tokens) of each image.
+        grids: its patches in time, height and width.
+        merge_size: patches that are one token, in each direction.
+
+    Raises:
+        ValueError: an image has more or fewer tokens than its patches make.
+
+    Example:
+        >>> mrope_positions(7, [(1, 4)], [(1, 4, 4)], 2).tolist()
+        [[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2, 3, 4]]
+    """
+    parts, end, place = [torch.empty(3, 0, dtype=torch.int64)], 0, 0
+    for (start, size), (time, height, width) in zip(spans, grids, strict=True):
+        axes = (time, height // merge_size, width // merge_size)
+        if math.prod(axes) != size:
+            raise ValueError(
+                f"an image of {time} x {height} x {width} patches makes {math.prod(axes)} tokens, not {size}"
+            )
+        parts.append((torch.arange(start - end) + place).expand(3, -1))
+        place += start - end
+        parts.append(torch.cartesian_prod(*map(torch.arange, axes)).reshape(-1, 3).T + place)
+        place, end = place + max(axes[1:]), start + size
+    parts.append((torch.arange(length - end) + place).expand(3, -1))
+    return torch.cat(parts, dim=1)
 
 
 def response_rows(

@@ -101,15 +101,23 @@ def _named(model: torch.nn.Module, names: set[str]) -> Iterator[tuple[str, torch
     """Those parameters and buffers of a model that have these names, without a walk over all of it."""
     for name in names:
         path, _, own_name = name.rpartition(".")
-        try:
-            module = model.get_submodule(path)
-        except AttributeError:
+        # Engines have both parts of a model that sees images under names of their own.
+        places = (path, path.replace("model.language_model", "model"), path.removeprefix("model."))
+        module = next((found for place in places if (found := _submodule(model, place)) is not None), None)
+        if module is None:
             continue
         # Where the server has LoRA, a linear layer is wrapped, and its weight is the inner layer's.
         module = module._modules.get("base_layer") or module
         tensor = {**module._parameters, **module._buffers}.get(own_name)
         if tensor is not None:
             yield name, tensor
+
+
+def _submodule(model: torch.nn.Module, path: str) -> torch.nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 def _work_on_cpu() -> None:

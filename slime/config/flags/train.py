@@ -358,6 +358,11 @@ class ModelPartFlags:
     enable_mtp_training: bool = flag(
         False, "train them, as drafts of the policy: its own gradients do not change", needs="mtp_num_layers"
     )
+    freeze_vision_tower: bool = flag(
+        False,
+        "leave the part of the model that sees images as it is, and let engines keep its embeddings across syncs",
+        needs="multimodal_keys",
+    )
     use_routing_replay: bool = flag(False, "replay the expert routing of the old-log-prob pass in training (R2)")
     use_rollout_routing_replay: bool = flag(False, "replay the engine's expert routing in training (R3)")
     lora_rank: int | None = flag(

@@ -18,6 +18,7 @@ from slime.config.megatron.lora_plan import lora_problems
 from slime.config.megatron.value_checks import check_ranges
 from slime.config.problems import Problems, Rule, broken
 from slime.config.rules.batch import check_schedule_length, check_warmup
+from slime.models.families import FAMILIES, family_of_config
 from slime.utils.errors import UsageError
 from slime.weights.names import text_config
 
@@ -119,6 +120,11 @@ NOT_BUILT = (
         "part of a sample alone; give slime_packed.",
     ),
     Rule(
+        lambda a: a.context_parallel_size > 1 and a.multimodal_keys,
+        "--context-parallel-size {context_parallel_size} is not built for images (--multimodal-keys) with "
+        f"{FSDP}: every rank would compute the tower of all images; leave it out.",
+    ),
+    Rule(
         lambda a: (a.actor_num_nodes * a.actor_num_gpus_per_node) % a.fsdp_replicate_size,
         "--fsdp-replicate-size {fsdp_replicate_size} must divide the trainer's ranks (--actor-num-nodes "
         "{actor_num_nodes} x --actor-num-gpus-per-node {actor_num_gpus_per_node}).",
@@ -169,7 +175,20 @@ def fsdp_problems(args: Args, hf_config: Mapping[str, Any] | None, explicit: Col
     ]
     if hf_config is not None:
         problems.unsupported += unsupported_models(args, text_config(dict(hf_config)))
+        problems.unsupported += unseen_images(args, hf_config)
     return problems
+
+
+def unseen_images(args: Args, hf_config: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence about images that the model of a config would not see."""
+    family = family_of_config(hf_config)
+    if not args.multimodal_keys or (family is not None and family.sees_images and hf_config.get("vision_config")):
+        return
+    those = ", ".join(name for name, row in FAMILIES.items() if row.sees_images)
+    yield (
+        f"--multimodal-keys: {FSDP} knows no part that sees images in model_type {hf_config.get('model_type')!r} of "
+        f"--hf-checkpoint {args.hf_checkpoint}; it does in {those}; take another checkpoint, or leave the flag out."
+    )
 
 
 def _of_megatron(args: Args, explicit: Collection[str]) -> Iterator[str]:
@@ -198,6 +217,11 @@ def unsupported_models(args: Args, config: Mapping[str, Any]) -> Iterator[str]:
     kinds = set(config.get("layer_types") or ())
     kinds |= {"sliding_attention"} if config.get("use_sliding_window") and config.get("sliding_window") else set()
     name = f"{FSDP}: model_type {config.get('model_type')!r} has"
+    if config.get("vision_config") and str(config.get("model_type")).startswith("gemma3"):
+        yield (
+            f"{name} tokens of an image that attend to each other in both directions, which no packed attention here "
+            "does; train its text model (gemma3_text)."
+        )
     recurrent = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
     if other := recurrent or {key for key in config if key.startswith(_RECURRENT)}:
         yield (

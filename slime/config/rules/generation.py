@@ -123,9 +123,13 @@ UNSUPPORTED: tuple[Check, ...] = (  # only images reach an engine, and nothing b
         lambda a, kind: f"--multimodal-keys {kind} is not supported yet (model families); use image.",
     ),
     Rule(
-        lambda a: "image" in (a.multimodal_keys or {}) and not a.debug_rollout_only and not a.eval_only,
-        "--multimodal-keys image is not supported yet in training (model families): the trainer reads no images, so "
-        "it would train the model on the tokens that stand for them; leave it out, or generate only "
+        lambda a: (
+            "image" in (a.multimodal_keys or {})
+            and a.train_backend != "fsdp"
+            and not (a.debug_rollout_only or a.eval_only)
+        ),
+        "--multimodal-keys image is not supported yet by --train-backend {train_backend}, which reads no images and "
+        "would train the model on the tokens that stand for them; use --train-backend fsdp, or generate only "
         "(--debug-rollout-only, --eval-only).",
     ),
 )

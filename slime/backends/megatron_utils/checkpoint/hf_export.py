@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,14 @@ def save_hf(args: Args, model: Any, path: str | Path) -> None:
     check_output(path, args.hf_checkpoint)
     copies = _copies_in_predictions(args) if args.mtp_num_layers else {}
     writer = _GivesWay(path, args.hf_checkpoint) if dist.get_rank() == 0 else None
+    written: set[str] = set()
     for bucket in iter_hf_buckets(args, model, buffer_size=args.update_weight_buffer_size):
         if writer is not None:
             writer.add(bucket)
+            written |= {name for name, _ in bucket}
             writer.add((copy, tensor) for name, tensor in bucket for copy in copies.get(name, ()))
     if writer is not None:
-        writer.add(_of_other_parts(args.hf_checkpoint))
+        writer.add(_of_other_parts(args.hf_checkpoint, written))
         writer.finish()
     barrier(f"the HF export {path}")
     if problem := gathered(writer.problem if writer is not None else None)[0]:
@@ -104,12 +106,12 @@ def _copies_in_predictions(args: Args) -> dict[str, list[str]]:
     return copies
 
 
-def _of_other_parts(hf_checkpoint: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what no trainer changes and a model that sees images needs, as --hf-checkpoint has them."""
+def _of_other_parts(hf_checkpoint: str, written: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what the trainer does not have and a model that sees images needs, from --hf-checkpoint."""
     from slime.conversion.reader import SafetensorsReader
 
     reader = SafetensorsReader(hf_checkpoint)
-    return ((name, reader.get(name)) for name in reader.names() if is_of_other_part(name))
+    return ((name, reader.get(name)) for name in reader.names() if is_of_other_part(name) and name not in written)
 
 
 def check_output(path: str | Path, hf_checkpoint: str | Path) -> None:

@@ -90,7 +90,8 @@ class WeightUpdater(ABC):
         self.model = model
         self.weight_version = 0
         self.deadline_s = args.distributed_timeout_minutes * 60.0
-        self.checks = SyncChecks(args.hf_checkpoint, args.mtp_num_layers or 0)
+        with_tower = args.train_backend == "fsdp"  # Megatron's models have none
+        self.checks = SyncChecks(args.hf_checkpoint, args.mtp_num_layers or 0, with_tower=with_tower)
         self.engines: list[Any] = []
         self.engine_sizes: list[int] = []
         self._fleet: EngineFleet | None = None
@@ -336,14 +337,15 @@ class SyncChecks:
     Args:
         hf_checkpoint: that the engines were started from.
         num_predictions: layers that predict further tokens in the trainer's model.
+        with_tower: the trainer has the part that sees images.
 
     Attributes:
         sent: what went through the present attempt.
     """
 
-    def __init__(self, hf_checkpoint: str, num_predictions: int) -> None:
+    def __init__(self, hf_checkpoint: str, num_predictions: int, *, with_tower: bool = False) -> None:
         self._checkpoint = hf_checkpoint
-        self._expected = expected_hf_names(Path(hf_checkpoint), num_predictions)
+        self._expected = expected_hf_names(Path(hf_checkpoint), num_predictions, with_tower=with_tower)
         self._chosen = choose(self._expected)
         self._has_samples = bool(self._chosen)
         self._bytes_of_first_sync: int | None = None
