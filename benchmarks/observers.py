@@ -115,8 +115,9 @@ class Observers:
         records, after = 0, 0
         with contextlib.suppress(OSError), self._open(f"api/events?runs={run}") as events:
             for line in events:
-                if line.startswith(b"data: ") and (now := json.loads(line[6:])["version"][0]) != records:
-                    records = now
+                version = json.loads(line[6:])["version"] if line.startswith(b"data: ") else None
+                if version is not None and version[0] != records:  # None where the run's directory is gone
+                    records = version[0]
                     after = json.loads(self._get(f"api/runs/{run}/series?axis=step&after={after}&{named}"))["record"]
 
     def _open(self, path: str) -> Any:

@@ -22,6 +22,7 @@ class _TensorboardAdapter:
     def __init__(self, args: Args) -> None:
         self._args = args
         self._writer: Any = None
+        self.directory = Path()
 
     def open(self, config: Mapping[str, Any], run: TrackedRun) -> str | None:
         """Begin an event file.
@@ -34,7 +35,7 @@ class _TensorboardAdapter:
         directory = tensorboard_dir(self._args)
         if run.known and self._args.tb_experiment_name is None and Path(run.known).parent == directory.parent:
             directory = Path(run.known)
-        self._writer = FileWriter(str(directory))
+        self._writer, self.directory = FileWriter(str(directory)), directory
         run.keep(str(directory))
         return str(directory)
 

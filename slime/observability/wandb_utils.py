@@ -45,7 +45,7 @@ class WandbAdapter:
         self._args = args
         self.finish_s = upload_s() + ENDED_S + MARGIN_S  # the writer's deadline for `finish`
         self.run: Any = None
-        self._directory = Path()
+        self.directory = Path()
         self._with_axis: set[str] = set()
         self._train_steps = _train_steps(args) if args.wandb_always_use_train_step else None
 
@@ -62,7 +62,7 @@ class WandbAdapter:
         directory = Path(args.wandb_dir or args.output_dir)
         directory.mkdir(parents=True, exist_ok=True)  # wandb falls back to a temporary directory when it is absent
         need_room(directory)
-        self._directory = directory
+        self.directory = directory
         before = run.known if args.wandb_run_id is None else None
         run_id = args.wandb_run_id or before
         with _command_line(run.command_line):
@@ -90,12 +90,7 @@ class WandbAdapter:
         return str(self.run.url or self.run.settings.sync_dir)
 
     def log(self, metrics: Mapping[str, float], step: Step) -> None:
-        """Write one record, with its step; --wandb-always-use-train-step gives it a train step, too.
-
-        Raises:
-            OSError: the disk is full.
-        """
-        need_room(self._directory)
+        """Write one record, with its step; --wandb-always-use-train-step gives it a train step, too."""
         data = dict(metrics)
         if self._train_steps is not None and step.key != "train/step":
             data["train/step"] = step.number * self._train_steps

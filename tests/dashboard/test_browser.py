@@ -6,59 +6,23 @@ They are skipped where there is no Chromium; SLIME_REQUIRE_BROWSER=1 (.ci/run) m
 from __future__ import annotations
 
 import random
-import re
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import pytest
 from PIL import Image
 
 from benchmarks.viewer import sample_rows, write_rollout
 from slime.checkpoints.rollout_files import samples_path, write_tables
 from slime.observability.rollout_records.schema import PLAIN, SAMPLES, table_of, thumbnail
 from tests.dashboard.run_files import records_of_rollout, write_lines, write_run
-from tests.dashboard.visitors import Visitor, chromium, require_browser
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW_MACHINE = 4  # Limits of time hold on a quiet machine (benchmarks/viewer.py); a suite shares its cores.
 UNNAMED = """[...document.querySelectorAll('button, input, select, a')].filter((element) =>
     !element.getAttribute('aria-label') && !element.textContent.trim() && !element.labels?.length).length"""
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>\u202e\0</textarea>"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    require_browser()
-    with chromium() as started:
-        yield started
-
-
-@pytest.fixture
-def visit(browser: Any) -> Iterator[Callable[[Path], Visitor]]:
-    """Opens the runs in a directory; nothing may go wrong in a tab."""
-    with ExitStack() as visits:
-
-        def begin(directory: Path) -> Visitor:
-            command = [sys.executable, "-m", "slime.dashboard", str(directory)]
-            server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-            visits.callback(server.wait, 10)
-            visits.callback(server.terminate)
-            assert server.stdout is not None
-            found = re.search(r"http\S+/\?token=\S+", server.stdout.readline())
-            assert found is not None
-            visitors.append(Visitor(browser, found[0]))
-            visits.callback(visitors[-1].tab.close)
-            return visitors[-1]
-
-        visitors: list[Visitor] = []
-        yield begin
-    assert not [wrong for visitor in visitors for wrong in visitor.wrong]
 
 
 def test_curves_move_while_the_run_goes_on_and_lead_to_samples_and_tokens(tmp_path: Path, visit: Any) -> None:

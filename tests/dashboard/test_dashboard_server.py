@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from starlette.testclient import TestClient
 
@@ -382,8 +383,11 @@ def test_the_command_serves_follows_a_run_and_stays_small(tmp_path: Path) -> Non
             stream.readline()
             second = json.loads(stream.readline().removeprefix(b"data: "))
         assert second["version"][0] == first["version"][0] + 3
-        [resident] = re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{server.pid}/status").read_text())
-        assert int(resident) <= 80_000
+        process = psutil.Process(server.pid)
+        assert process.memory_info().rss <= 80_000_000
+        used = sum(process.cpu_times()[:2])
+        time.sleep(1.0)
+        assert sum(process.cpu_times()[:2]) - used <= 0.05, "nobody looks"
     finally:
         server.terminate()
         assert server.wait(10) is not None

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from slime.checkpoints.paths import TRACKER_FILE
-from slime.observability import logging_utils
+from slime.observability import logging_utils, trackers
 from slime.observability.logging_utils import finish_tracking, init_tracking, log, log_alarm, log_eval_samples
 from slime.observability.trackers import client, state, writer
 from tests.unit.test_observability import ANSWERS, make_args
@@ -189,6 +189,25 @@ def test_a_disk_that_is_full_costs_the_note_of_the_place_and_no_record(tmp_path:
     monkeypatch.setattr(state.Place, "write", full)
     (warning,) = warnings_of(deliver(tmp_path))
     assert "cannot be written" in warning and steps_in(tmp_path) == [0, 1]
+
+
+def test_what_a_library_is_given_while_its_disk_fills_up_is_given_to_it_again(tmp_path: Path, monkeypatch):
+    args = make_args(tmp_path, tracker=[WOUNDED])
+    begin(args, monkeypatch)
+    monkeypatch.setattr(Wounded, "directory", tmp_path, raising=False)
+    said: Said = []
+    lane = writer.Lane(WOUNDED, writer.read_run(tmp_path), lambda kind, text: said.append((kind, text)))
+    log_steps(args, range(2))
+    assert not lane.deliver() and lane.deliver() and steps_in(tmp_path) == [0, 1]
+    with monkeypatch.context() as patch:
+        patch.setattr(trackers, "ROOM", 1 << 62)  # no disk has so much
+        assert not lane.deliver(), "it took them a moment ago, and may not have written them yet"
+        log_steps(args, range(2, 4))
+        assert not lane.deliver()
+    (warning,) = warnings_of(said)
+    assert "No space left on device" in warning and state.count_left(tmp_path, WOUNDED) == 4
+    until(lane.deliver)
+    assert steps_in(tmp_path) == [0, 1, 0, 1, 2, 3]
 
 
 # --- which run of the service
@@ -390,7 +409,7 @@ def test_a_disk_that_is_slow_for_every_library_slows_no_record_and_loses_none(tm
         pytest.skip("strace makes a disk slow: apt-get install strace")
     args = args_of_every_library(tmp_path, monkeypatch)
     init_tracking(args)
-    running = logging_utils._tracking.writer
+    running = logging_utils.tracking.writer
     assert running is not None
     names = (*NAMES, "wandb", "tensorboard")
     log_steps(args, range(1))

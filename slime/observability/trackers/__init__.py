@@ -113,6 +113,9 @@ class Tracker(Protocol):
 
     A call that raises or takes too long is made again later, from a new object: what it did must do no harm twice. A
     TypeError, ValueError, LookupError or AttributeError means that this record will never do; it is left out.
+
+    A library that writes files from a thread of its own has them in `directory`, an attribute that is looked at where
+    there is one: while that disk has no room, nothing counts as taken.
     """
 
     def open(self, config: Mapping[str, Any], run: TrackedRun) -> str | None:

@@ -19,7 +19,7 @@ class SwanlabTracker:
 
     def __init__(self, args: Args) -> None:
         self._run: Any = None
-        self._directory = ""
+        self.directory = ""
 
     def open(self, config: Mapping[str, Any], run: TrackedRun) -> str | None:
         """Begin the run, or go on with it.
@@ -33,7 +33,7 @@ class SwanlabTracker:
         directory = os.environ.get("SWANLAB_LOG_DIR", str(run.directory / "swanlog"))
         os.makedirs(directory, exist_ok=True)
         need_room(directory)
-        self._directory = directory
+        self.directory = directory
         known = run.known if mode == "online" else None  # without a server there is no run to go on with
         self._run = swanlab.init(
             project=os.environ.get("SWANLAB_PROJ_NAME", "slime"),
@@ -51,12 +51,7 @@ class SwanlabTracker:
         return f"{mode}, {self._run.url if mode == 'online' else directory}"
 
     def log(self, metrics: Mapping[str, float], step: Step) -> None:
-        """Write a record.
-
-        Raises:
-            OSError: the disk is full.
-        """
-        need_room(self._directory)
+        """Write a record."""
         self._run.log({name: value for name, value in metrics.items() if name != step.key}, step=step.number)
 
     def log_samples(self, samples: Sequence[EvalSample], step: Step) -> None:

@@ -19,7 +19,7 @@ class TrackioTracker:
 
     def __init__(self, args: Args) -> None:
         self._run: Any = None
-        self._directory = Path()
+        self.directory = Path()
 
     def open(self, config: Mapping[str, Any], run: TrackedRun) -> str | None:
         """Begin the run, or go on with it.
@@ -32,7 +32,7 @@ class TrackioTracker:
 
         TRACKIO_DIR.mkdir(parents=True, exist_ok=True)
         need_room(TRACKIO_DIR)
-        self._directory = TRACKIO_DIR
+        self.directory = TRACKIO_DIR
         project, name = os.environ.get("TRACKIO_PROJECT", "slime"), run.known or run.name
         self._run = trackio.init(
             project=project,
@@ -47,12 +47,7 @@ class TrackioTracker:
         return f"trackio show --project {project}"
 
     def log(self, metrics: Mapping[str, float], step: Step) -> None:
-        """Write a record.
-
-        Raises:
-            OSError: the disk is full.
-        """
-        need_room(self._directory)
+        """Write a record."""
         self._run.log(dict(metrics), step=step.number)
 
     def log_samples(self, samples: Sequence[EvalSample], step: Step) -> None:

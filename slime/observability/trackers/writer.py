@@ -5,7 +5,8 @@ what is left of a run that has ended, and ends. Each tracker has a thread of its
 
 1. opens the tracker, and goes on with the run of the service that was noted;
 2. reads the lines of metrics.jsonl and eval_samples.jsonl behind the noted place, and hands them over;
-3. notes the place, some seconds behind: libraries that send by themselves may still have the last lines in memory;
+3. notes the place, some seconds behind: libraries that send by themselves may still have the last lines in memory,
+   and write them to a disk that fills up meanwhile;
 4. goes back to the noted place, with a new object, where a call fails or exceeds its deadline; then later and later.
 
 So a line is delivered at least once. Nothing waits in memory, and no tracker waits for another one.
@@ -29,7 +30,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from slime.observability.trackers import TrackedRun, Tracker, TrackerRuns, make_tracker
+from slime.observability.trackers import TrackedRun, Tracker, TrackerRuns, make_tracker, need_room
 from slime.observability.trackers.state import (
     DELIVER_S,
     EVAL_SAMPLES_FILE,
@@ -134,15 +135,30 @@ class Lane:
         return handing.result(0)
 
     def _has_all(self) -> bool:
-        """Whether the tracker is open and has every byte of the files."""
+        """Whether the tracker is open and has every byte of the files, with room to write them."""
         place = self._place
         is_open = self._tracker is not None and not self._num_failures
-        return is_open and end_of_files(self._run.directory) == (place.records, place.answers)
+        if not is_open or end_of_files(self._run.directory) != (place.records, place.answers):
+            return False
+        with contextlib.suppress(OSError):
+            self._need_room()
+            return True
+        return False
 
     def _open_and_hand_over(self, is_over: bool) -> bool:
         if self._tracker is None:
             self._open()
+        self._need_room()
         return self._hand_over(is_over)
+
+    def _need_room(self) -> None:
+        """Check the disk of a library that writes from a thread of its own, which tells nobody of a full one.
+
+        Raises:
+            OSError: it is full; what was handed over since the noted place may be lost.
+        """
+        if (directory := getattr(self._tracker, "directory", None)) is not None:
+            need_room(directory)
 
     def _open(self) -> None:
         run, name = self._run, self.name
@@ -203,7 +219,7 @@ class Lane:
         tracker, refused = self._tracker, self._place.num_refused
         if tracker is not None:
             summary = {**summary, "num_refused": refused}
-            ended = called(lambda: tracker.finish(summary), getattr(tracker, "finish_s", FINISH_S))
+            ended = called(lambda: self._end(tracker, summary), getattr(tracker, "finish_s", FINISH_S))
             error = ended.exception() if ended.done() else TimeoutError("no answer in time")
             if error is None:
                 self._note(float("inf"))
@@ -211,6 +227,10 @@ class Lane:
                 self._report("warning", f"--tracker {self.name} did not end well ({_text(error)})")
         if refused:
             self._report("warning", f"--tracker {self.name} lacks {refused} records that it could not take")
+
+    def _end(self, tracker: Tracker, summary: Mapping[str, Any]) -> None:
+        tracker.finish(summary)
+        self._need_room()
 
     def _note(self, before_s: float) -> None:
         """Note what was handed over before this moment."""
