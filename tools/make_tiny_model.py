@@ -5,8 +5,8 @@
     python tools/make_tiny_model.py --output models/tiny-vl --family qwen3_vl
 
 Every printable ASCII character is one token; the role names of the chat template are one token each, so a chat prompt
-stays short. It knows nothing about the task the model is meant for. torchvision is not needed: the model classes are
-imported from their own modules.
+stays short. A model that sees images gets a processor, too, which needs torchvision; the others do without, because
+the model classes are imported from their own modules.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import string
@@ -136,6 +137,25 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -
     return whole
 
 
+def build_processor(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast) -> Any:
+    """The processor of Qwen's models that see images: it turns them into patches, and each into its tokens.
+
+    An image of 16 to 65,536 pixels keeps its size, but for being rounded to whole patches.
+    """
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    sizes = {"merge_size": 2, "temporal_patch_size": 2, "size": {"shortest_edge": 256, "longest_edge": 65536}}
+    sizes |= {"patch_size": config.vision_config.patch_size}
+    kind, video = Qwen3VLProcessor, Qwen3VLVideoProcessor
+    if config.model_type == "qwen2_5_vl":
+        kind, video = Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
+    return kind(Qwen2VLImageProcessor(**sizes), tokenizer, video(**sizes), chat_template=tokenizer.chat_template)
+
+
 def make_tiny_model(args: argparse.Namespace) -> int:
     """Write tokenizer, config and fp32 safetensors to `args.output`; returns the number of parameters."""
     import torch
@@ -149,6 +169,10 @@ def make_tiny_model(args: argparse.Namespace) -> int:
     config = build_config(args, tokenizer)
     model = vars(modeling)[f"{family.hf_class}{kind}"](config).to(torch.float32)
     args.output.mkdir(parents=True, exist_ok=True)
+    if family.sees_images and importlib.util.find_spec("torchvision") is None:
+        print("torchvision is not installed: the model gets no processor, and can be trained on texts alone")
+    elif family.sees_images:
+        build_processor(config, tokenizer).save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     with open(os.devnull, "w") as quiet, contextlib.redirect_stderr(quiet):  # a progress bar over one shard
         model.save_pretrained(args.output)

@@ -82,6 +82,29 @@ def test_a_tiny_model_of_a_family_is_one_that_we_train(family: str, tmp_path: Pa
     assert [name for name in names if name not in known and "visual" not in name and name not in FUSED] == []
 
 
+@pytest.mark.parametrize(("family", "patch"), [("qwen3_vl", 8), ("qwen2_5_vl", 14)])
+def test_a_model_that_sees_images_has_a_processor_and_a_template_for_them(family: str, patch: int, tmp_path: Path):
+    pytest.importorskip("torchvision")
+    from PIL import Image
+    from transformers import AutoConfig, AutoProcessor
+
+    make(tmp_path, "--family", family, "--layers", "1", "--hidden-size", "64")
+    config, processor = AutoConfig.from_pretrained(tmp_path), AutoProcessor.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many?"}]}]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>how many?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    plain = [{"role": "user", "content": "how many?"}]
+    assert processor.tokenizer.apply_chat_template(plain, tokenize=False) == build_tokenizer().apply_chat_template(
+        plain, tokenize=False
+    )
+    inputs = processor(text=[text], images=[Image.new("RGB", (4 * patch, 2 * patch))], return_tensors="np")
+    assert inputs["image_grid_thw"].tolist() == [[1, 2, 4]]
+    assert inputs["pixel_values"].shape == (8, 3 * 2 * patch * patch)
+    assert (inputs["input_ids"] == config.image_token_id).sum() == 2  # 2 x 2 patches are a token
+
+
 FUSED = (
     "model.language_model.layers.{i}.mlp.experts.down_proj",
     "model.language_model.layers.{i}.mlp.experts.gate_up_proj",
