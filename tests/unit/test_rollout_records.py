@@ -7,6 +7,7 @@ import io
 import json
 import math
 import threading
+import time
 from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
@@ -317,9 +318,15 @@ def recorder_of(output_dir: Path, **flags: Any) -> SampleRecorder:
     return SampleRecorder(cast(Args, SimpleNamespace(**values)))
 
 
+def record(recorder: SampleRecorder, rollout_id: int, samples: list[Sample]) -> frozenset[int] | None:
+    """Record a rollout of which nothing is made meanwhile; the indices of those that are recorded."""
+    with recorder.rollout(rollout_id, samples) as indices:
+        return indices
+
+
 def test_rollouts_and_evaluations_are_recorded_next_to_the_run(tmp_path: Path) -> None:
     recorder = recorder_of(tmp_path)
-    assert recorder.rollout(0, [a_sample(i) for i in range(4)]) is None  # all of them
+    assert record(recorder, 0, [a_sample(i) for i in range(4)]) is None  # all of them
     recorder.evaluation(0, {"sums": [a_sample(0)], "products": [a_sample(1), a_sample(2)]})
     recorder.finish(60)
     records = RolloutRecords(tmp_path)
@@ -331,7 +338,7 @@ def test_rollouts_and_evaluations_are_recorded_next_to_the_run(tmp_path: Path) -
 def test_a_share_of_the_groups_is_recorded_whole_and_again_the_same(tmp_path: Path) -> None:
     samples = [a_sample(i) for i in range(20)]  # ten groups of two
     recorder = recorder_of(tmp_path, rollout_record_fraction=0.25)
-    indices = recorder.rollout(7, samples)
+    indices = record(recorder, 7, samples)
     recorder.finish(60)
     rows = RolloutRecords(tmp_path).open(7).table(["sample_id", "group_index"]).to_pylist()
     groups = [row["group_index"] for row in rows]
@@ -342,19 +349,28 @@ def test_a_share_of_the_groups_is_recorded_whole_and_again_the_same(tmp_path: Pa
 
 def test_with_none_nothing_is_written(tmp_path: Path) -> None:
     recorder = recorder_of(tmp_path, keep_rollouts="none")
-    assert recorder.rollout(0, [a_sample(0)]) is None
+    assert record(recorder, 0, [a_sample(0)]) is None
     recorder.evaluation(0, {"sums": [a_sample(0)]})
     recorder.finish(1)
     assert not (tmp_path / "rollouts").exists()
 
 
 def test_old_rollouts_go_while_the_run_goes_on(tmp_path: Path) -> None:
-    recorder = recorder_of(tmp_path, keep_rollouts="last:2")
     for rollout_id in range(4):
-        recorder.rollout(rollout_id, [a_sample(0)])
-        recorder._writer._pending["rollout"][-1].result(60)  # type: ignore[union-attr]
-    recorder.finish(60)
+        recorder = recorder_of(tmp_path, keep_rollouts="last:2")
+        record(recorder, rollout_id, [a_sample(0)])
+        recorder.finish(60)
     assert RolloutRecords(tmp_path).rollouts() == [2, 3]
+
+
+def test_a_rollout_is_written_once_its_shares_are_made_and_also_where_that_fails(tmp_path: Path) -> None:
+    recorder = recorder_of(tmp_path)
+    with pytest.raises(ValueError, match="a hook failed"), recorder.rollout(0, [a_sample(0)]):
+        time.sleep(0.1)
+        assert RolloutRecords(tmp_path).rollouts() == []
+        raise ValueError("a hook failed")
+    recorder.finish(60)
+    assert RolloutRecords(tmp_path).rollouts() == [0]
 
 
 def test_a_writer_that_falls_behind_leaves_out_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -392,8 +408,7 @@ def test_rollouts_of_a_lost_attempt_do_not_push_out_those_made_now(tmp_path: Pat
         write(tmp_path, step, [a_sample(0)], evaluation=True)
     recorder = recorder_of(tmp_path, keep_rollouts="last:20")
     for rollout_id in (400, 401):
-        recorder.rollout(rollout_id, [a_sample(0)])
-        recorder._writer._pending["rollout"][-1].result(60)  # type: ignore[union-attr]
+        record(recorder, rollout_id, [a_sample(0)])
     recorder.finish(60)
     left = sorted((file.rollout_id, file.kind) for file in record_files(tmp_path / "rollouts"))
     assert left == [(400, "eval"), (400, "samples"), (401, "samples")]
@@ -408,8 +423,7 @@ def test_what_cannot_be_removed_ends_no_rollout(
     monkeypatch.setattr("slime.observability.rollout_records.recorder.forget", refuse)
     recorder = recorder_of(tmp_path)
     for rollout_id in range(2):
-        recorder.rollout(rollout_id, [a_sample(0)])
-        recorder._writer._pending["rollout"][-1].result(60)  # type: ignore[union-attr]
+        record(recorder, rollout_id, [a_sample(0)])
     recorder.finish(60)
     assert RolloutRecords(tmp_path).rollouts() == [0, 1]
     assert ["Permission denied" in record.getMessage() for record in caplog.records] == [True]

@@ -10,8 +10,9 @@ import logging
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -105,21 +106,25 @@ class SampleRecorder:
         self._writer = RecordWriter(Path(args.output_dir) / DIRECTORY, rule) if rule.records else None
         self._has_warned = False
 
-    def rollout(self, rollout_id: int, samples: Sequence[Sample]) -> frozenset[int] | None:
-        """Record a training rollout.
+    @contextmanager
+    def rollout(self, rollout_id: int, samples: Sequence[Sample]) -> Iterator[frozenset[int] | None]:
+        """Record a training rollout once the block is over, also where it fails.
 
-        Returns:
+        The block is what the trainer waits for: the writing thread would share the interpreter with it.
+
+        Yields:
             `index_of` those that are recorded; None: all of them.
         """
         if self._writer is None:
-            return None
+            yield None
+            return
         places = chosen(samples, self._fraction)
         self._forget(self._writer.directory, rollout_id)
-        placed: list[Placed] = [(place, samples[place], None) for place in places]
-        self._submit("rollout", rollout_id, placed)
-        if len(places) == len(samples):
-            return None
-        return frozenset(index_of(place, samples[place].index) for place in places)
+        try:
+            is_whole = len(places) == len(samples)
+            yield None if is_whole else frozenset(index_of(place, samples[place].index) for place in places)
+        finally:
+            self._submit("rollout", rollout_id, [(place, samples[place], None) for place in places])
 
     def _forget(self, directory: Path, rollout_id: int) -> None:
         """Not in the thread: trainer ranks may write their files of this rollout before its turn comes."""

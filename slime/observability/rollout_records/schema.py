@@ -290,6 +290,8 @@ def _turns(sample: Sample, mask: np.ndarray | None) -> int:
         return counted
     if mask is None or not sample.response_length:
         return int(bool(sample.response_length))
+    if sample.loss_mask is None:  # all of it is trained
+        return 1
     return max(1, int(np.count_nonzero(np.diff(mask.astype(np.int8), prepend=0) == 1)))
 
 

@@ -103,15 +103,16 @@ def make_shares(
         check_trainable(args, _source_name(args, rollout.rollout_id), rollout.samples)
     _check_staleness(args, rollout)
     _log_rollout(args, rollout, server_metrics)
-    recorded = recorder.rollout(rollout.rollout_id, rollout.samples)
-    if args.debug_rollout_only:
-        return []
-    data = _convert(args, rollout.samples)
-    if rollout.weight_version is not None:
-        data["weight_version"] = rollout.weight_version
-    if recorded is not None:
-        data["recorded_indices"] = recorded
-    return [put_share(share, args.rollout_data_transport) for share in split_train_data(args, data, parallel_config)]
+    with recorder.rollout(rollout.rollout_id, rollout.samples) as recorded:
+        if args.debug_rollout_only:
+            return []
+        data = _convert(args, rollout.samples)
+        if rollout.weight_version is not None:
+            data["weight_version"] = rollout.weight_version
+        if recorded is not None:
+            data["recorded_indices"] = recorded
+        shares = split_train_data(args, data, parallel_config)
+        return [put_share(share, args.rollout_data_transport) for share in shares]
 
 
 def dump_samples(args: Args, samples: list[Sample], rollout_id: str) -> None:
