@@ -50,6 +50,14 @@ class Phase:
     seconds: float
     silent_s: float
 
+    def silence(self, limit_s: float) -> str:
+        """Return the sentence that says what has stalled, for a phase that may be silent for so many seconds."""
+        return (
+            f"nothing has gone on in the phase {self.name!r} for {seconds(self.silent_s)} (it began "
+            f"{seconds(self.seconds)} ago; it may be silent for {seconds(limit_s)}: six times its median, and "
+            f"--stall-timeout at least)"
+        )
+
 
 class Phases:
     """The phases of one run; one thread enters them, another looks.

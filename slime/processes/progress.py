@@ -8,13 +8,15 @@ can read. Others are described by what the kernel knows.
 Both versions of control groups are read for memory; where neither says anything, the kernel's own counter does.
 
 Counts of what this process has done, and of work that is under way, are for whoever watches or shows them: code that
-works calls `went_on` and counts with `progress_bar`; `slime.ray.stalls` carries both to the driver.
+works calls `went_on` and counts with `progress_bar`; every Ray actor publishes both (`slime.ray.utils`). The report
+on a stall is written here (`write_report`); `slime.ray.supervisor` asks for its parts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import resource
 import shutil
@@ -25,14 +27,15 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
-from slime.processes.registry import SHARED_MEMORY
+from slime.processes.registry import SHARED_MEMORY, processes_of
+from slime.processes.wait import settle
 
 _counts: Counter[str] = Counter()
 
@@ -223,6 +226,73 @@ def _catches(pid: int, number: signal.Signals) -> bool:
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
+
+
+def write_report(path: Path, title: str, sections: Mapping[str, Callable[[], str]]) -> None:
+    """Write sections one after the other, each as soon as it is there; one that fails says how.
+
+    Args:
+        path: of the file, to whose end is written: a run may stall twice.
+        title: the first line.
+        sections: heading -> what makes its text.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {title}\n")
+        for heading, make in sections.items():
+            settle(made := Future[str](), make)  # one part that cannot be asked must not hide others
+            error = made.exception(0)
+            text = made.result(0) if error is None else f"(not there: {type(error).__name__}: {error})"
+            file.write(f"\n== {heading}\n{text.rstrip()}\n")
+            file.flush()
+        file.write("\n")
+
+
+def progress_lines(board: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a line for each process: what it has done, and when it last said so.
+
+    Args:
+        board: process -> what it published.
+    """
+    lines = []
+    for name, said in board.items():
+        done = ", ".join(f"{count} {what}" for what, count in sorted(said.get("counts", {}).items()))
+        silent_s = time.time() - float(said.get("time", 0))
+        lines.append(f"{name} (process {said.get('pid')}): {done or 'nothing yet'}; last heard {silent_s:.0f} s ago")
+    return "\n".join(lines) or "no process has said anything"
+
+
+def collective_lines(board: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a line for each trainer rank: the collective it is in or was seen in last, and what its groups began."""
+    lines = []
+    for name, said in board.items():
+        if "begun" not in said:
+            continue
+        last = said.get("last")
+        where = "none was seen"
+        if last:
+            where = f"{'in' if last['in_it'] else 'last seen in'} {last['call']} since {last['since']}"
+        begun = ", ".join(f"{group} {count}" for group, count in said["begun"].items() if count)
+        lines.append(f"{name}: {where}; operations begun by each group: {begun or 'not known'}")
+    return "\n".join(lines) or "no trainer rank is in a process group"
+
+
+def engine_lines(state: Mapping[str, Any]) -> str:
+    """Return a line for each router and engine."""
+    shown = {name: said if isinstance(said, str) else json.dumps(said, default=str) for name, said in state.items()}
+    return "\n".join(f"{name}: {text}" for name, text in shown.items()) or "the run has no engines"
+
+
+def describe_run(run: str, directory: str, more: Sequence[int] = ()) -> str:
+    """Return the memory of this node, and what every process of the run on it is doing.
+
+    Args:
+        run: mark of the run.
+        directory: whose disk is looked at.
+        more: process ids that do not bear the mark.
+    """
+    pids = sorted({process.pid for process in processes_of(run)} - {os.getpid()} | set(more))
+    return f"{free_memory(Path(directory))}\n\n{describe(pids)}"
 
 
 def free_memory(directory: Path) -> str:

@@ -35,16 +35,15 @@ from slime.observability.run_events import RunEvents
 from slime.observability.timer import StepTimes
 from slime.processes.progress import Count
 from slime.processes.registry import registry
-from slime.ray import stalls
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.checkpoints import STATE_DEADLINE_S, Checkpoints
 from slime.ray.engine_upkeep import EngineUpkeep
 from slime.ray.peer_copies import PeerCopies, owners_of
 from slime.ray.rollout.router import is_free
-from slime.ray.run_guard import RunGuard
 from slime.ray.run_parts import GpuTurns, RunParts, try_to_end
 from slime.ray.schedule import Attempt, ExitRequest, attempts
-from slime.ray.utils import get
+from slime.ray.supervisor import Supervisor
+from slime.ray.utils import MANAGER, get, progress_of
 from slime.rollout.sampling.weight_versions import SyncSchedule
 from slime.utils.errors import UsageError
 from slime.utils.http.api_keys import command_line_without_secrets, use_keys
@@ -96,7 +95,7 @@ class RunLifetime:
             log=lambda metrics: self._log_rollout_record(metrics),
         )
         self._copies = PeerCopies(args.peer_checkpoint_interval)
-        self._guard: RunGuard | None = None
+        self._supervisor: Supervisor | None = None
         self._claimed: list[int] = []
         self._events: RunEvents | None = None
         self.phases = Phases(on_change=lambda change, name: self._tell(change, phase=name, rollout=self._rollout_id))
@@ -119,7 +118,7 @@ class RunLifetime:
 
     def _end(self, error: BaseException | None) -> None:
         """Finish; raise what caused the error, if that is something else."""
-        cause = self._guard.cause(error) if error is not None and self._guard is not None else error
+        cause = self._supervisor.cause(error) if error is not None and self._supervisor is not None else error
         self.finish(failed=error is not None)
         is_stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         status = "finished" if error is None else "stopped" if is_stopped else "failed"
@@ -142,19 +141,21 @@ class RunLifetime:
         self._claimed = claim_run_dirs(args)
         self._status.begin()
         directory = Path(args.output_dir).resolve()
-        self._guard = RunGuard(self.phases, directory, stall_timeout_s=args.stall_timeout, on_stall=args.on_stall)
+        self._supervisor = Supervisor(
+            self.phases, directory, stall_timeout_s=args.stall_timeout, on_stall=args.on_stall
+        )
         logger.info("logs of every process: %s", directory / "logs")
         self._begin_events(directory)
         start_beside_run(directory, args.dashboard_host, args.dashboard_port)
         self._status.announce("connecting to Ray")
-        self._guard.watch_ray(parts.connect())
+        self._supervisor.watch_ray(parts.connect())
         self._status.announce("placing trainers and engines")
         parts.place()
         logging_utils.init_tracking(self.args)
         if args.prometheus_port is not None:
             self._start_prometheus(directory, args.prometheus_port)
         parts.create_manager()
-        self._guard.watch(lambda: parts.manager)
+        self._supervisor.watch(lambda: parts.manager)
         self._announce_parts()
         self._connect(parts.start())
         self._exit.listen()
@@ -285,16 +286,16 @@ class RunLifetime:
         if not failed:
             self._warn_of_no_profile(self._trained)
             try_to_end("the state of the last copies", self._checkpoints.forget_state_of_copy)
-        if self._guard is not None:
-            try_to_end("the watchdog", self._guard.before_end)
+        if self._supervisor is not None:
+            try_to_end("the watchdog", self._supervisor.before_end)
             if ray.is_initialized():
-                if self._guard.lost_ray is None:
+                if self._supervisor.lost_ray is None:
                     self._end_parts(graceful=not failed)
-                self._guard.shut_ray_down()
+                self._supervisor.shut_ray_down()
         try_to_end("the trackers", functools.partial(logging_utils.finish_tracking, failed=failed))
-        if self._guard is not None:
-            self._guard.end(failed=failed)
-            self._guard = None
+        if self._supervisor is not None:
+            self._supervisor.end(failed=failed)
+            self._supervisor = None
         while self._claimed:
             os.close(self._claimed.pop())
 
@@ -337,9 +338,9 @@ class RunLifetime:
         return self.parts.manager
 
     def _counts(self) -> list[Count]:
-        if self._guard is None or self.parts.manager is None:
+        if self._supervisor is None or self.parts.manager is None:
             return []
-        said = stalls.progress_of(self._guard.run, stalls.MANAGER)
+        said = progress_of(self._supervisor.run, MANAGER)
         return [(what, done, total) for what, done, total in said.get("under_way", ())]
 
     def _log_rollout_record(self, metrics: dict[str, float]) -> None:

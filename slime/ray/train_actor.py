@@ -24,10 +24,8 @@ from slime.config.roles import Role
 from slime.observability.logging_utils import collect_warnings, configure_logger
 from slime.observability.profiler import memory_after
 from slime.processes.directories import use_private_temp_dir
-from slime.processes.progress import write_stacks_on_signal
-from slime.ray import stalls
 from slime.ray.peer_copies import owners_of, send_state, take_state
-from slime.ray.utils import RayActor, check_network, redirect_output
+from slime.ray.utils import RayActor, check_network, publish_progress, redirect_output
 from slime.utils import accelerator
 from slime.utils.errors import UsageError
 from slime.utils.http.api_keys import use_keys
@@ -59,9 +57,8 @@ class TrainRayActor(RayActor):
         use_private_temp_dir()
         self._name = f"{NAMES[role]} {rank}"
         configure_logger(self._name)
-        write_stacks_on_signal()
         use_keys(vars(args).get("run_keys"))
-        stalls.publish_progress(self._name, CollectiveState().look)
+        publish_progress(self._name, CollectiveState().look)
         self.args, self.rank, self.world_size, self._role = args, rank, world_size, role
         self._actor: Any = None
         self._has_trained = False

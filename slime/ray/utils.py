@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
+import logging
 import os
 import re
 import socket
@@ -21,16 +23,26 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from slime.processes.progress import OutOfMemoryKills, killed_for_memory, too_few_addresses
+from slime.processes.progress import (
+    OutOfMemoryKills,
+    counts,
+    killed_for_memory,
+    too_few_addresses,
+    write_stacks_on_signal,
+)
 from slime.processes.registry import MARK
+from slime.processes.wait import Watch, try_and_log
 from slime.utils.errors import UsageError
 from slime.utils.http.network import given_address, interface_problem
 from slime.utils.misc import listen_anywhere
 
 POLL_S = 1.0
 FETCH_DEADLINE_S = 600.0  # of a result that is there, perhaps on another node
+PROGRESS_KEY = "slime-progress:"
+MANAGER = "rollout manager"  # Name of the process that generates.
 SLOT_RESOURCE = {"cpu": "slime_slot", "cuda": "GPU"}
 REPO_ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -267,3 +279,58 @@ def _exits_as_errors(method: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeError(f"{where} raised {type(error).__name__}: {error}") from error
 
     return call
+
+
+def publish_progress(name: str, more: Callable[[], dict[str, Any]] = dict) -> None:
+    """Publish this process's counts from now on, in a Ray actor of a run, and have it write its stacks when asked.
+
+    They go into Ray's own table, which needs no port and no process more: from a thread, once a second and only what
+    has changed, so the process's work is never held up.
+
+    Args:
+        name: of the process: "trainer 0".
+        more: what else to say; called in the publishing thread.
+    """
+    write_stacks_on_signal()
+    if run := os.environ.get(MARK):
+        _Publisher(run, name, more).start()
+
+
+class _Publisher(Watch):
+    def __init__(self, run: str, name: str, more: Callable[[], dict[str, Any]]) -> None:
+        super().__init__("progress", every_s=POLL_S)
+        self._key, self._more, self._said = _progress_key(run, name), more, ""
+
+    def tick(self) -> None:
+        """Publish what has changed. Without Ray the actor ends soon, and its log needs no line a second about it."""
+        try_and_log("publishing progress", self._publish, level=logging.DEBUG)
+
+    def _publish(self) -> None:
+        said = json.dumps({"counts": counts(), **self._more()})
+        if said != self._said:
+            value = {**json.loads(said), "time": time.time(), "pid": os.getpid()}
+            internal_kv._internal_kv_put(self._key, json.dumps(value).encode(), overwrite=True)
+            self._said = said
+
+
+def _progress_key(run: str, name: str) -> bytes:
+    return f"{PROGRESS_KEY}{run}:{name}".encode()
+
+
+def read_progress(run: str) -> dict[str, dict[str, Any]]:
+    """Name of each process -> what it published last: "counts", "time" (seconds since 1970), "pid", and more."""
+    prefix = _progress_key(run, "")
+    names = sorted(key.removeprefix(prefix).decode() for key in internal_kv._internal_kv_list(prefix))
+    return {name: said for name in names if (said := progress_of(run, name))}
+
+
+def progress_of(run: str, name: str) -> dict[str, Any]:
+    """What one process published last; nothing where it has not."""
+    text = internal_kv._internal_kv_get(_progress_key(run, name))
+    return dict(json.loads(text)) if text else {}
+
+
+def forget_progress(run: str) -> None:
+    """Forget a run that is over: the Ray that it ran on may live on."""
+    for name in read_progress(run):
+        internal_kv._internal_kv_del(_progress_key(run, name))

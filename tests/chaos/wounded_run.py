@@ -25,7 +25,7 @@ import psutil
 
 from slime.observability import phases
 from slime.processes.registry import MARK, processes_of
-from slime.ray import stalls
+from slime.ray import supervisor
 
 ROLLOUT = 1
 DELAY_S = {"generate": 0.3, "train": 0.2, "save": 0.02, "sync": 0.02, "eval": 0.2, "start": 1.0}
@@ -159,7 +159,7 @@ def main() -> None:
     if (
         name == "SIGSTOP"
     ):  # the quarter of an hour that a start may be silent for is for models that take minutes to read
-        stalls.SLOW["start"] = START_STALLS_S
+        supervisor.SLOW["start"] = START_STALLS_S
     from slime.ray import lifetime
 
     lifetime.Phases = lambda **more: Wounding(part, phase, signal.Signals[name], output_dir, **more)  # type: ignore[assignment,misc]

@@ -21,12 +21,12 @@ import logging, sys, tempfile, time
 from pathlib import Path
 import ray
 from slime.observability.phases import Phases
-from slime.ray import run_guard
-from slime.ray.run_guard import RunGuard
+from slime.ray import supervisor
+from slime.ray.supervisor import Supervisor
 from slime.ray.utils import actor_env, get
 from slime.processes.sweeper import RAY_PREFIX
-run_guard.SILENT_S = 2.0
-guard = RunGuard(Phases(), Path(sys.argv[1]), stall_timeout_s=0, on_stall="abort")
+supervisor.SILENT_S = 2.0
+guard = Supervisor(Phases(), Path(sys.argv[1]), stall_timeout_s=0, on_stall="abort")
 folder = Path(tempfile.mkdtemp(prefix=RAY_PREFIX, dir="/tmp"))  # sockets' paths must be short
 options = {"num_cpus": 1, "object_store_memory": 10**8, "logging_level": logging.ERROR}
 ray.init(address="local", include_dashboard=False, _temp_dir=str(folder / "ray"), **options)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 
 from slime.observability.console import WIDTH, ConsoleSink, eval_line, rollout_line
 from slime.observability.phases import Phases, RunStatus
 from slime.processes.progress import counts_under_way, progress_bar
-from slime.ray import stalls
+from slime.processes.wait import wait
+from slime.ray import utils
 
 GENERATION = {
     "rollout/response_len/mean": 212.4,
@@ -194,13 +196,15 @@ def test_work_is_counted_while_it_is_under_way():
 
 def test_the_driver_reads_the_counts_of_the_process_that_generates(monkeypatch: pytest.MonkeyPatch):
     table: dict[bytes, bytes] = {}
-    monkeypatch.setattr(stalls.internal_kv, "_internal_kv_get", table.get)
+    monkeypatch.setenv("SLIME_RUN_ID", "a run")
+    monkeypatch.setattr(utils, "POLL_S", 0.01)
+    monkeypatch.setattr(utils.internal_kv, "_internal_kv_get", table.get)
     monkeypatch.setattr(
-        stalls.internal_kv, "_internal_kv_put", lambda key, value, overwrite: table.update({key: value})
+        utils.internal_kv, "_internal_kv_put", lambda key, value, overwrite: table.update({key: value})
     )
-    assert stalls.progress_of("a run", stalls.MANAGER) == {}, "it has not published yet"
+    assert utils.progress_of("a run", utils.MANAGER) == {}, "it has not published yet"
     with progress_bar(8, "rollout 3") as bar:
         bar.update(5)
-        key = f"{stalls.PREFIX}a run:{stalls.MANAGER}"
-        stalls._put(key, {"under_way": [list(count) for count in counts_under_way()]})
-    assert stalls.progress_of("a run", stalls.MANAGER) == {"under_way": [["rollout 3", 5, 8]]}
+        utils.publish_progress(utils.MANAGER, lambda: {"under_way": [list(count) for count in counts_under_way()]})
+        said = wait("the counts", 10, lambda: utils.progress_of("a run", utils.MANAGER) or None, interval_s=0.01)
+    assert said["under_way"] == [["rollout 3", 5, 8]] and said["pid"] == os.getpid()

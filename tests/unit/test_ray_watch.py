@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from slime.processes.wait import wait
-from slime.ray.run_guard import ANSWER_S, PERIOD_S, SILENT_S, Loss, RayWatch
+from slime.ray.supervisor import ANSWER_S, PERIOD_S, SILENT_S, Loss, RayWatch
 
 
 class World:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -17,10 +16,7 @@ import torch.distributed as dist
 
 from slime.observability.phases import Phase, Phases, phase
 from slime.processes import progress
-from slime.processes.wait import wait
-from slime.ray import stalls
-from slime.ray.run_guard import RunGuard, RunStalled
-from slime.ray.stalls import SLOW, StallWatch
+from slime.ray.supervisor import REPORT, SLOW, RunStalled, StallWatch, Supervisor
 from slime.ray.train_actor import CollectiveState
 from slime.ray.utils import _interrupt, interrupt_main
 
@@ -113,11 +109,7 @@ def test_nothing_is_watched_between_phases_and_starting_has_time() -> None:
 
 def test_a_watch_that_cannot_look_takes_that_for_silence() -> None:
     world = World()
-
-    def broken() -> Any:
-        raise RuntimeError("Ray is gone")
-
-    world.watch._looks = {"look": broken, "closely": broken}
+    world.done = {}  # a look fails
     with world.phases.enter("train"):
         world.pass_time(12)
     assert len(world.stalls) == 1
@@ -148,11 +140,11 @@ def test_an_inner_phase_takes_the_place_of_the_outer_one() -> None:
 def test_a_stalled_run_ends_or_only_reports_as_on_stall_says(
     on_stall: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RunGuard, "_sections", lambda self: {})  # they ask Ray
-    guard = RunGuard(Phases(), tmp_path, stall_timeout_s=1.0, on_stall=on_stall)
+    monkeypatch.setattr(Supervisor, "_sections", lambda self: {})  # they ask Ray
+    guard = Supervisor(Phases(), tmp_path, stall_timeout_s=1.0, on_stall=on_stall)
     try:
-        guard._report(Phase("generate", 90.0, 60.0), 60.0)
-        assert "in the phase 'generate' for 60 s" in (tmp_path / stalls.FILE).read_text()
+        guard.report(Phase("generate", 90.0, 60.0), 60.0)
+        assert "in the phase 'generate' for 60 s" in (tmp_path / REPORT).read_text()
         if on_stall == "abort":
             with pytest.raises(RunStalled, match="'generate' for 60 s .* is in .*stall_report.txt"):
                 _interrupt.take()
@@ -164,10 +156,10 @@ def test_a_stalled_run_ends_or_only_reports_as_on_stall_says(
 def test_a_stalled_run_ends_though_its_report_cannot_be_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / stalls.FILE).mkdir()
-    guard = RunGuard(Phases(), tmp_path, stall_timeout_s=1.0, on_stall="abort")
+    (tmp_path / REPORT).mkdir()
+    guard = Supervisor(Phases(), tmp_path, stall_timeout_s=1.0, on_stall="abort")
     try:
-        guard._report(Phase("generate", 90.0, 60.0), 60.0)
+        guard.report(Phase("generate", 90.0, 60.0), 60.0)
         assert "the report cannot be written" in caplog.text
         with pytest.raises(RunStalled):
             _interrupt.take()
@@ -292,49 +284,27 @@ def test_the_report_says_what_could_not_be_asked_and_goes_on(tmp_path: Path) -> 
     def fails() -> str:
         raise TimeoutError("waited 20 s for the state of the engines")
 
-    path = tmp_path / "out" / stalls.FILE
+    path = tmp_path / "out" / REPORT
     said = {"counts": {"micro-batches": 8}, "pid": 7, "begun": {"dp": 4}, "last": None}
     board = {
         "trainer 0": said | {"time": time.time() - 300},
         "rollout manager": {"counts": {}, "time": time.time()},
     }
     sections = {
-        "Progress": lambda: stalls.progress_lines(board),
+        "Progress": lambda: progress.progress_lines(board),
         "Engines": fails,
-        "Collectives": lambda: stalls.collective_lines(board),
+        "Collectives": lambda: progress.collective_lines(board),
     }
-    stalls.write_report(path, stalls.headline(Phase("train", 400.0, 300.0), 240.0), sections)
+    progress.write_report(path, Phase("train", 400.0, 300.0).silence(240.0), sections)
     text = path.read_text()
     assert "nothing has gone on in the phase 'train' for 5 min" in text
-    assert "trainer 0 (process 7): 8 micro-batches; last heard 5 min ago" in text
+    assert "trainer 0 (process 7): 8 micro-batches; last heard 300 s ago" in text
     assert "(not there: TimeoutError: waited 20 s for the state of the engines)" in text
     assert "trainer 0: none was seen; operations begun by each group: dp 4" in text
-    stalls.write_report(path, "again", {})
+    progress.write_report(path, "again", {})
     assert path.read_text().startswith(text), "a second stall is written behind the first"
 
 
-def test_the_first_line_names_the_processes_that_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)", "/some/where/engine_0.json"]
-    env = os.environ | {"SLIME_RUN_ID": "stopped-run"}
-    started = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE) for _ in range(3)]
-    try:
-        for process in started:
-            assert process.stdout is not None and process.stdout.readline() == b"\n"
-        assert stalls.stopped_processes("stopped-run", {}) == []
-        for process in started[:2]:
-            process.send_signal(signal.SIGSTOP)
-            wait("the process to stop", 10, lambda p=process: psutil.Process(p.pid).status() == psutil.STATUS_STOPPED)
-        names = stalls.stopped_processes("stopped-run", {"trainer 1": {"pid": started[0].pid}})
-        assert sorted(names)[1] == f"trainer 1 (process {started[0].pid})"
-        assert sorted(names)[0].endswith(f"engine_0.json (process {started[1].pid})")
-        line = stalls.headline(Phase("train", 400.0, 300.0), 240.0, names[:1])
-        assert line.endswith(f"; stopped, which SIGCONT ends: {names[0]}")
-    finally:
-        for process in started:
-            process.kill()
-            process.wait(10)
-
-
 def test_a_node_tells_its_memory_and_every_process_of_the_run(sleeper: Any, tmp_path: Path) -> None:
-    text = stalls.of_node("no such run", str(tmp_path), [sleeper.pid])
+    text = progress.describe_run("no such run", str(tmp_path), [sleeper.pid])
     assert "GiB are free" in text and "the_place_where_it_hangs" in text and f"process {os.getpid()}:" not in text

@@ -20,12 +20,11 @@ from slime.observability import logging_utils
 from slime.observability.rollout_metrics import log_eval_rollout_data
 from slime.observability.rollout_records.recorder import SampleRecorder
 from slime.observability.trackers import EvalSample, pick_eval_samples
-from slime.processes.progress import counts_under_way, write_stacks_on_signal
-from slime.ray import stalls
+from slime.processes.progress import counts_under_way
 from slime.ray.placement import Slot
 from slime.ray.rollout.engine_control import EngineControl
 from slime.ray.rollout.shares import Generated, call_log_hook, dump_samples, make_samples, make_shares
-from slime.ray.utils import redirect_output
+from slime.ray.utils import MANAGER, publish_progress, redirect_output
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.fully_async_rollout import save_data_source, settle_worker, stop_worker
 from slime.rollout.hooks.errors import blame_hook, hook_name
@@ -65,9 +64,8 @@ class RolloutManager(EngineControl):
 
     def __init__(self, args: Args, engine_slots: list[Slot], *, log_path: str) -> None:
         _configure_output(log_path)
-        write_stacks_on_signal()
         use_keys(vars(args).get("run_keys"))
-        stalls.publish_progress(stalls.MANAGER, lambda: {"under_way": [list(one) for one in counts_under_way()]})
+        publish_progress(MANAGER, lambda: {"under_way": [list(one) for one in counts_under_way()]})
         logging_utils.init_tracking(args, primary=False)
         super().__init__(args, engine_slots)
         self.data_source: Any = None

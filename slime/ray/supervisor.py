@@ -1,15 +1,21 @@
 """The supervision of a run from its first to its last moment: the mark of its processes, the sweeper that ends what is
-left of them, the watch over Ray, and the watchdog that notices a stall (slime.ray.stalls).
+left of them, the watch over Ray, and the watchdog for stalls (--stall-timeout; docs/stalls.md reads its report).
 
-`TrainingRun` says when Ray and the rollout manager are there; the guard finds out everything else by itself.
+`RunLifetime` says when Ray and the rollout manager are there; the supervisor finds out everything else by itself.
 
 Ray (2.55) reports its own loss to its driver late, or never: a raylet that was killed shows as an actor that "is
 unavailable" or died, one that is stopped not at all, and calls that need it block whatever timeout they are given
 (`ray.get`, `ray.put`, `ray.shutdown`); a GCS that was killed ends the driver after 60 s without a word of the run's.
 So a thread (`RayWatch`) looks at both. Raylets of other nodes are the GCS's business, which declares their nodes dead
-(`ActorLost`).
+(`ActorLost`). Stalls are another thread's (`StallWatch`), because its looks need Ray:
 
-Wait graph: a look waits `ANSWER_S` for the GCS; nobody waits for the watch but `stop`, for one look.
+1. Every process publishes its counts (`publish_progress`); one that is stopped or holds the interpreter's lock falls
+   silent.
+2. A phase is stalled when it has made no progress for six times its own median, `--stall-timeout` at least. It is
+   reported once. The report asks with deadlines and writes down what does not answer; it changes nothing.
+
+Wait graph: a look at Ray waits `ANSWER_S` for the GCS, one for stalls has deadlines of its own; nobody waits for a
+watch but `stop`, for one look.
 """
 
 from __future__ import annotations
@@ -29,22 +35,35 @@ import psutil
 import ray
 from ray import NodeID
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.observability.phases import Phase, Phases
-from slime.processes.progress import counts, write_stacks_on_signal
+from slime.processes.progress import (
+    collective_lines,
+    counts,
+    describe_run,
+    engine_lines,
+    progress_lines,
+    write_report,
+    write_stacks_on_signal,
+)
 from slime.processes.registry import MARK, begin_run
 from slime.processes.sweeper import Sweeper, sweep_dead_runs
 from slime.processes.wait import Watch, try_and_log
-from slime.ray import stalls
-from slime.ray.stalls import StallWatch
-from slime.ray.utils import get, interrupt_main
+from slime.ray.utils import actor_env, forget_progress, get, interrupt_main, read_progress
 
 logger = logging.getLogger(__name__)
 
-ASK_MANAGER_S = 20.0
+REPORT = "stall_report.txt"
+ASK_MANAGER_S, ASK_NODE_S = 20.0, 90.0
 # How long a run that has to end may take for that by itself; without Ray there is little that it could still do.
 LEAVE_S, LEAVE_RAY_S = 60.0, 10.0
 EXIT_FAILED = 1
+PERIOD_S, ANSWER_S = 1.0, 5.0
+# How long the raylet may be stopped, or the GCS not answer, before Ray counts as lost: it may come back.
+SILENT_S = 30.0
+SLOW = {"start": 900.0}  # Phases that count nothing while they work: processes start and weights are read.
+LOOKS = 10  # Looks within the time that a phase may be silent for.
 
 
 class RunStalled(RuntimeError):
@@ -52,8 +71,12 @@ class RunStalled(RuntimeError):
     report."""
 
 
-class RunGuard:
-    """The guard of one run.
+class RayLost(RuntimeError):
+    """The Ray that the run is in does not work any more; the message says what of it, and where its log is."""
+
+
+class Supervisor:
+    """The supervisor of one run.
 
     Args:
         phases: of the run.
@@ -105,7 +128,7 @@ class RunGuard:
         write_stacks_on_signal()
         if self._stall_timeout_s:
             self._watch = StallWatch(
-                self._phases, self._look, self._engine_state, self._report, timeout_s=self._stall_timeout_s
+                self._phases, self._look, self._engine_state, self.report, timeout_s=self._stall_timeout_s
             )
             self._watch.start()
 
@@ -122,7 +145,7 @@ class RunGuard:
             self._watch = None
             interrupt_main(None)
         if ray.is_initialized() and self.lost_ray is None:
-            stalls.clear_progress(self.run)
+            forget_progress(self.run)
 
     def shut_ray_down(self) -> None:
         """Do what `ray.shutdown` does, where Ray can still do it; without it the process ends as well."""
@@ -147,6 +170,26 @@ class RunGuard:
         if os.environ.get(MARK) == self.run:
             del os.environ[MARK]
 
+    def report(self, phase: Phase, limit_s: float) -> None:
+        """Write the report of a stalled phase, and end the run unless --on-stall says otherwise.
+
+        Args:
+            phase: that has made no progress.
+            limit_s: how long it may be silent for.
+        """
+        path, headline = self._output_dir / REPORT, phase.silence(limit_s)
+        message = f"{headline}: what every process is doing is in {path}"
+        logger.error("%s", message)
+        try:
+            write_report(path, headline, self._sections())
+        except OSError as error:  # a full disk must not keep a stalled run going
+            logger.error("the report cannot be written: %s", error)
+        if self._on_stall == "report":
+            logger.error("the run goes on waiting (--on-stall report)")
+            return
+        interrupt_main(RunStalled(message))
+        self._leave_after(LEAVE_S, message)
+
     def _leave_after(self, seconds: float, message: str) -> None:
         """End this process after so many seconds unless `_stay` is called before: its own end may hang as well."""
         self._stay()
@@ -158,8 +201,6 @@ class RunGuard:
         if self._end_anyway is not None:
             self._end_anyway.cancel()
 
-    # ---- the watch over Ray
-
     def _lose_ray(self, loss: Loss) -> None:
         if self.lost_ray is not None:
             return
@@ -169,52 +210,26 @@ class RunGuard:
         interrupt_main(self.lost_ray)
         self._leave_after(LEAVE_RAY_S, str(self.lost_ray))
 
-    # ---- the watchdog
-
     def _look(self) -> Any:
-        board = stalls.read_progress(self.run)
-        done = {name: (said.get("counts"), said.get("begun")) for name, said in board.items()}
-        return done, counts()
+        board = read_progress(self.run)
+        return {name: (said.get("counts"), said.get("begun")) for name, said in board.items()}, counts()
 
     def _engine_state(self) -> dict[str, Any]:
         if (manager := self._manager()) is None:
             return {}
         return get(manager.engine_state.remote(), "the state of the engines", ASK_MANAGER_S)
 
-    def _report(self, phase: Phase, limit_s: float) -> None:
-        path = self._output_dir / stalls.FILE
-        headline = stalls.headline(phase, limit_s, self._stopped())
-        message = f"{headline}: what every process is doing is in {path}"
-        logger.error("%s", message)
-        try:
-            stalls.write_report(path, headline, self._sections())
-        except OSError as error:  # a full disk must not keep a stalled run going
-            logger.error("the report cannot be written: %s", error)
-        if self._on_stall == "report":
-            logger.error("the run goes on waiting (--on-stall report)")
-            return
-        interrupt_main(RunStalled(message))
-        self._leave_after(LEAVE_S, message)
-
-    def _stopped(self) -> list[str]:
-        board = try_and_log("asking which processes there are", lambda: stalls.read_progress(self.run)) or {}
-        return stalls.stopped_processes(self.run, board)
-
-    def _sections(self) -> dict[str, Any]:
+    def _sections(self) -> dict[str, Callable[[], str]]:
         directory = str(self._output_dir)
-
-        def board() -> dict[str, Any]:
-            return stalls.read_progress(self.run)
-
         return {
             "Phases so far": lambda: "\n".join(self._phases.history()),
-            "Progress": lambda: stalls.progress_lines(board()),
-            "Engines and their queues": lambda: stalls.engine_lines(self._engine_state()),
-            "Collectives of the trainer": lambda: stalls.collective_lines(board()),
-            "This node: memory, and every process of the run": lambda: stalls.of_node(
+            "Progress": lambda: progress_lines(read_progress(self.run)),
+            "Engines and their queues": lambda: engine_lines(self._engine_state()),
+            "Collectives of the trainer": lambda: collective_lines(read_progress(self.run)),
+            "This node: memory, and every process of the run": lambda: describe_run(
                 self.run, directory, [os.getpid()]
             ),
-            "Other nodes": lambda: stalls.of_other_nodes(self.run, directory),
+            "Other nodes": lambda: describe_other_nodes(self.run, directory),
         }
 
 
@@ -229,16 +244,6 @@ def _exit_at_once() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(EXIT_FAILED)
-
-
-PERIOD_S = 1.0
-ANSWER_S = 5.0
-# How long the raylet may be stopped, or the GCS not answer, before Ray counts as lost: it may come back.
-SILENT_S = 30.0
-
-
-class RayLost(RuntimeError):
-    """The Ray that the run is in does not work any more; the message says what of it, and where its log is."""
 
 
 class Loss(NamedTuple):
@@ -268,13 +273,8 @@ class RayWatch(Watch):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__("ray-watch", every_s=PERIOD_S)
-        self._on_loss = on_loss
-        self._processes = processes
-        self._is_known = is_known
-        self._node = node
-        self._clock = clock
-        self._last_look = clock()
-        self._silent_s = 0.0
+        self._on_loss, self._processes, self._is_known, self._node = on_loss, processes, is_known, node
+        self._clock, self._last_look, self._silent_s = clock, clock(), 0.0
 
     @classmethod
     def of_this_node(cls, on_loss: Callable[[Loss], None]) -> Self:
@@ -352,3 +352,77 @@ def _status(process: psutil.Process) -> str | None:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() if process.is_running() else None
     return None
+
+
+class StallWatch(Watch):
+    """A watch over phases.
+
+    Args:
+        phases: of the run.
+        look: something that changes when anything is done.
+        look_closely: likewise, at a cost: it is asked only in a phase that has been silent for half its time.
+        on_stall: called in the watch's thread with the phase that stalled and how long it may be silent for.
+        timeout_s: the least time that a phase may be silent for.
+    """
+
+    def __init__(
+        self,
+        phases: Phases,
+        look: Callable[[], Any],
+        look_closely: Callable[[], Any],
+        on_stall: Callable[[Phase, float], None],
+        *,
+        timeout_s: float,
+    ) -> None:
+        super().__init__("stall-watch", every_s=max(0.05, min(30.0, timeout_s / LOOKS)))
+        self._phases, self._looks, self._on_stall, self._timeout_s = phases, (look, look_closely), on_stall, timeout_s
+        self._seen: dict[Callable[[], Any], Any] = {}
+        self._is_reported = False
+
+    def tick(self) -> None:
+        """Look once."""
+        phase = self._phases.current()
+        if phase is None:
+            return
+        limit_s = self._phases.limit_s(phase.name, max(self._timeout_s, SLOW.get(phase.name, 0.0)))
+        looks = self._looks if phase.silent_s >= limit_s / 2 else self._looks[:1]
+        changed = [self._has_changed(look) for look in looks]  # each: the next look compares with what there is now
+        if any(changed):
+            self._phases.went_on()
+        if any(changed) or phase.silent_s < limit_s:
+            self._is_reported = False
+        elif not self._is_reported:
+            self._is_reported = True
+            self._on_stall(phase, limit_s)
+
+    def _has_changed(self, look: Callable[[], Any]) -> bool:
+        found = try_and_log("a look of the watchdog", look, level=logging.DEBUG)
+        if found is None:
+            return False
+        before, self._seen[look] = self._seen.get(look, found), found
+        return bool(before != found)
+
+
+def describe_other_nodes(run: str, directory: str) -> str:
+    """Return `describe_run` of every other node of the cluster, by a Ray task on each."""
+    here = ray.get_runtime_context().get_node_id()
+    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    asked = {
+        node["NodeManagerAddress"]: ray.remote(describe_run)
+        .options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+            runtime_env={"env_vars": actor_env()},
+        )
+        .remote(run, directory)
+        for node in others
+    }
+    end, texts = time.monotonic() + ASK_NODE_S, []
+    for address, ref in asked.items():
+        try:
+            text = ray.get(ref, timeout=max(0.1, end - time.monotonic()))
+        except RayError as error:  # also a deadline: what a node cannot tell must not hide the others
+            text = f"(not there: {error})"
+        texts.append(f"-- node {address}\n{text}")
+    return "\n".join(texts) or "the run has one node"
