@@ -90,6 +90,16 @@ def test_a_wheel_has_no_package_but_slimes_own(monkeypatch: pytest.MonkeyPatch) 
     assert "py_modules" not in given and {"slime.programs", "slime.programs.tools.parts"} <= set(given["packages"])
 
 
+def test_a_tool_takes_its_parts_from_its_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()  # a package of this name that somebody has installed
+    (tmp_path / "tools" / "__init__.py").write_text("")
+    line = [sys.executable, str(ROOT / "tools" / "analyze_profile.py"), "--help"]  # it imports tools.parts at its top
+    done = subprocess.run(
+        line, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_doctor_names_a_ray_that_does_not_answer_and_the_remedy(monkeypatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
