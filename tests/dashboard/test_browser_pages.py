@@ -47,7 +47,7 @@ def test_curves_are_smoothed_banded_scaled_grouped_and_downloaded(tmp_path: Path
     assert set(tab.evaluate(groups)) <= {"Key", "perf", "rollout", "train"}
     tab.get_by_label("Find a metric").fill("grad norm")
     shown = "[...document.querySelectorAll('figure.panel')].map(({ dataset }) => dataset.metric).join()"
-    tab.wait_for_function(f"{shown} === 'train/grad_norm'")
+    tab.wait_for_function(f"() => {shown} === 'train/grad_norm'")
 
 
 def test_a_group_is_laid_side_by_side_and_those_without_spread_are_found(tmp_path: Path, visit: Any) -> None:
@@ -102,7 +102,7 @@ def test_evaluations_show_errors_problems_over_steps_and_flips(tmp_path: Path, v
     assert "2 became right, 1 became wrong" in tab.inner_text("main")
     assert (tab.locator(".flip.right").count(), tab.locator(".flip.wrong").count()) == (2, 1)
     tab.click("text=only flips")
-    tab.wait_for_function("document.querySelectorAll('table.heat tbody tr').length === 3")
+    tab.wait_for_function("() => document.querySelectorAll('table.heat tbody tr').length === 3")
     tab.get_by_label("step 5: reward 0 of 1 answers").click()
     tab.wait_for_selector("h1:has-text('Sample 3')")
 
