@@ -74,7 +74,8 @@ HEAD = """# Compatibility: which feature with which
 Made by `python tools/make_compatibility.py` from the checks that refuse a command line; do not edit.
 
 **In short:** of the features in the first table, every pair is accepted that the second one does not name. Those are
-refused before anything starts, with the sentence beside them. `--dry-run` says the same about your own command line.
+refused before anything starts, with the sentence in the last column. `--dry-run` says the same about your own command
+line.
 
 Rules that read the model's own files are not in these tables. One of them: adapters of experts need
 `--lora-serve merged`.

@@ -44,7 +44,7 @@ each family: [Model families](../model_families.md).
 - *trained over*: axes over which two train steps are those of one process (DP: data-parallel ranks). Dense families
   share the code of `qwen3`, whose layouts are tested.
 - *experts*, *predicts*: rules for experts, and for layers that predict further tokens.
-- *engines in fp8*: what of the projections a sync and `tools/convert_hf_to_fp8.py` quantise.
+- *engines in fp8*: the projections that a sync and `tools/convert_hf_to_fp8.py` quantise.
 - *engine without a GPU*: a run with a weight sync on SGLang's CPU engine, or why there is none.
 """
 HEAD = ("`model_type`", "logits", "gradients", "weights both ways", "cut over", "trained over", "experts", "predicts")

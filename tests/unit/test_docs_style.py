@@ -155,6 +155,18 @@ def test_the_learning_path_is_the_same_in_readme_site_and_chinese() -> None:
     assert paths[0] == paths[1] == front[:7] == front[7:] and len(paths[0]) == 7
 
 
+def test_the_page_of_environment_variables_has_those_that_a_user_sets() -> None:
+    set_by_slime = re.compile(
+        r"SLIME_(DOCS|RAY|WORKER_PIDS|ROOT|ASK|ENGINE_API|API_KEY_|DASHBOARD|SCRIPT_|HOST_IP_ENV)"
+    )
+    files = [path for folder in ("slime", "slime_plugins", "scripts") for path in (ROOT / folder).rglob("*")]
+    read = [path.read_text() for path in files if path.suffix in (".py", ".sh") and path.is_file()]
+    named = {name for text in read for name in re.findall(r"\bSLIME_[A-Z0-9_]+", text)}
+    page = (ROOT / "docs/reference/environment_variables.md").read_text()
+    missing = {name for name in named if name not in page and not set_by_slime.match(name)}
+    assert {name for name in missing if not name.startswith("SLIME_AGENT_")} == set()  # docs/agent_harness.md
+
+
 def test_every_example_has_a_page_that_the_list_of_examples_names() -> None:
     listed = re.findall(r"\]\((\S+)/README\.md\)", (ROOT / "examples/README.md").read_text())
     folders = {path.name for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name != "__pycache__"}
