@@ -3,7 +3,7 @@
     python examples/coding_agent_rl/make_data.py --output outputs/coding-agent/data
 
 Files: train.jsonl and eval.jsonl (held-out repositories: file, task and tests in the metadata), sft.jsonl
-(demonstrations: half of them write the right operator, a quarter the wrong one again, a quarter nothing at all),
+(demonstrations: four in ten write the right operator, one the wrong one again, five nothing at all),
 eval.yaml (the evaluation set) and agent.yaml (for --custom-config-path). The seed decides all but what is held out.
 """
 
@@ -56,7 +56,7 @@ PAIRS = ((7, 2), (2, 7), (6, 3), (5, 5), (12, 10))  # any two operators differ o
 # Pieces that the tiny tokenizer has as one token each, about as a large tokenizer does.
 CALL, END = '<tool_call>\n{"name": "write_file", "arguments": {"path": "ops.py", "content": "', '"}}\n</tool_call>'
 PIECES = [SYSTEM, CALL, END, "return", "def", "fails: ", "written", "done", "//", "==", *NAMES]
-NUM_EVAL = 24
+NUM_EVAL = 48
 MAX_TURN_TOKENS = 32  # a call has 20 tokens at most
 
 
@@ -97,8 +97,11 @@ class Bug:
         return {"prompt": self.task, "metadata": metadata}
 
     def demonstration(self, rng: random.Random) -> list[Message]:
-        """A conversation of mixed quality, as the scripted agent leads it."""
-        kind = rng.choice(["right", "right", "wrong", "idle"])
+        """A conversation of mixed quality, as the scripted agent leads it.
+
+        What most of them do is no repair: a run that only becomes surer of what it does gains nothing.
+        """
+        [kind] = rng.choices(["right", "wrong", "idle"], [4, 1, 5])
         symbol = NAMES[self.name] if kind == "right" else self.wrong
         edit = [
             {"role": "assistant", "content": CALL + self.source(symbol) + END},
