@@ -215,9 +215,7 @@ class Collector:
 
 def _can_continue(group: Sequence[Sample], untouched: Sequence[Sample]) -> bool:
     is_itself = [sample.index for sample in group] == [sample.index for sample in untouched]
-    # An engine gets the text of a prompt with images, and would cut what was generated into other tokens.
-    has_images = any(sample.multimodal_inputs for sample in group)
-    return is_itself and not has_images and any(sample.response_length for sample in group)
+    return is_itself and any(sample.response_length for sample in group)
 
 
 def _has_baseline(group: Sequence[Sample]) -> bool:

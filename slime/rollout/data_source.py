@@ -21,7 +21,7 @@ from slime.rollout.hooks.returns import check_picked
 from slime.rollout.sampling.weight_versions import WeightClock, of_earlier_run
 from slime.utils.data import Dataset
 from slime.utils.misc import load_function, needed, on_error
-from slime.utils.processing_utils import load_processor, load_tokenizer
+from slime.utils.processing_utils import image_options, load_processor, load_tokenizer
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -101,10 +101,9 @@ class RolloutDataSource(DataSource):
 
     def _next_group(self) -> Group:
         prompt = self._next_prompt()
-        shared = {} if prompt.multimodal_inputs is None else {id(prompt.multimodal_inputs): prompt.multimodal_inputs}
         group = []
         for _ in range(self.args.n_samples_per_prompt):
-            sample = copy.deepcopy(prompt, dict(shared))  # images are large, and only read
+            sample = copy.deepcopy(prompt)
             sample.group_index = self.sample_group_index
             sample.index = self.sample_index
             self.sample_index += 1
@@ -209,6 +208,7 @@ def _open_dataset(args: Args) -> Dataset:
         num_workers=args.filter_prompts_workers,
         skip_malformed=args.skip_malformed_data,
         keep_messages=args.reward_model_path is not None,
+        images=image_options(args),
     )
 
 

@@ -27,6 +27,7 @@ from slime.utils.data import Dataset
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.misc import SingletonMeta
+from slime.utils.processing_utils import image_options
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class EvalDatasets(metaclass=SingletonMeta):
                 num_workers=args.filter_prompts_workers,
                 skip_malformed=args.skip_malformed_data,
                 keep_messages=args.reward_model_path is not None,
+                images=image_options(args),
             )
         return self._read[key]
 

@@ -136,6 +136,9 @@ def _add_optional_columns(data: TrainData, samples: Sequence[Sample]) -> None:
         data["round_number"] = [int(sample.metadata.get("round_number", 1)) for sample in samples]
     if any(sample.train_metadata is not None for sample in samples):
         data["metadata"] = [sample.train_metadata for sample in samples]
+    if any(sample.image_spans for sample in samples):
+        data["multimodal_train_inputs"] = [sample.multimodal_train_inputs for sample in samples]
+        data["image_spans"] = [sample.image_spans or [] for sample in samples]
     sources = [get_source(sample) for sample in samples]
     if any(source != "unknown" for source in sources):
         data["source_names"] = sources

@@ -11,16 +11,35 @@ import functools
 import logging
 import random
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Any, overload
-
-import orjson
+from typing import Any, TypeVar, overload
 
 from slime.utils.errors import UsageError
-from slime.utils.files.rows import JsonlRows, ParquetRows, Row, open_rows, parse_slice, read_file, read_rows
-from slime.utils.processing_utils import encode_text, process_vision_info, render_chat, with_parts
+from slime.utils.files.rows import (
+    JsonlRows,
+    ParquetRows,
+    Row,
+    check_data_file,
+    label_of,
+    messages_of,
+    metadata_of,
+    no_rows,
+    object_of,
+    open_rows,
+    parse_slice,
+    prompt_of,
+    read_file,
+    read_rows,
+)
+from slime.utils.processing_utils import (
+    ImageOptions,
+    encode_text,
+    num_image_tokens,
+    process_vision_info,
+    render_chat,
+)
 from slime.utils.train_data import process_rollout_data
 from slime.utils.types import Sample
 
@@ -35,88 +54,13 @@ __all__ = [
     "read_rows",
 ]
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 HELD_BYTES = 64 * 2**20
 """Files up to this size are held in memory as samples; of larger ones only where each row is."""
 _CHUNK = 250  # rows that are looked at together
 CUTS = ("left", "right", "middle")
 _HALF_A_CHARACTER = "\ufffd"
-
-
-def check_data_file(
-    path: str,
-    *,
-    prompt_key: str,
-    label_key: str | None = None,
-    metadata_key: str | None = None,
-    skip_malformed: bool = False,
-) -> int:
-    """Read a whole data file once, before anything starts.
-
-    Args:
-        path: file, with an optional slice.
-        prompt_key, label_key, metadata_key: columns that every row must have; None = not looked at.
-        skip_malformed: lines that are no JSON object are no error.
-
-    Returns:
-        The number of rows (after the slice).
-
-    Raises:
-        UsageError: missing or empty file, malformed line, missing prompt key (the message names the keys that exist),
-            missing label, or metadata that is no object.
-    """
-    count = 0
-    malformed: list[str] | None = [] if skip_malformed else None
-    for where, row in read_rows(path, malformed):
-        count += 1
-        _prompt_of(row, where, prompt_key)
-        if label_key is not None:
-            _label_of(row, where, label_key)
-        if metadata_key is not None:
-            _metadata_of(row, where, metadata_key)
-    if not count:
-        raise UsageError(_no_rows(path, malformed))
-    return count
-
-
-def _no_rows(path: str, malformed: list[str] | None) -> str:
-    return f"data file {path} has no rows" + (f" but {len(malformed)} malformed lines" if malformed else "")
-
-
-def _prompt_of(row: dict[str, Any], where: str, key: str) -> Any:
-    if key not in row:
-        raise UsageError(f"{where}: no key {key!r} (--input-key); the keys are {', '.join(map(repr, row)) or 'none'}")
-    prompt = row[key]
-    is_messages = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
-    if not is_messages and not (isinstance(prompt, str) and prompt):
-        raise UsageError(
-            f"{where}: {key!r} must be a text or a list of messages with a 'role', not {str(prompt)[:80]!r}"
-        )
-    return prompt
-
-
-def _label_of(row: dict[str, Any], where: str, key: str) -> Any:
-    if row.get(key) is None:
-        have = "it is null" if key in row else f"the keys are {', '.join(map(repr, row))}"
-        raise UsageError(f"{where}: no label under {key!r} (--label-key); {have}")
-    return row[key]
-
-
-def _object_of(value: Any, where: str, key: str, *, kind: type) -> Any:
-    """A value that may be stored as JSON text (parquet files often do)."""
-    if isinstance(value, str):
-        try:
-            value = orjson.loads(value)
-        except orjson.JSONDecodeError as error:
-            raise UsageError(f"{where}: {key!r} is a text that is no JSON ({error})") from error
-    if not isinstance(value, kind):
-        raise UsageError(f"{where}: {key!r} must be a JSON {kind.__name__}, not {str(value)[:80]!r}")
-    return value
-
-
-def _metadata_of(row: dict[str, Any], where: str, key: str) -> dict[str, Any]:
-    value = row.get(key)
-    return {} if value is None or value == "" else dict(_object_of(value, where, key, kind=dict))
 
 
 class Dataset:
@@ -142,6 +86,7 @@ class Dataset:
         skip_malformed: leave out lines that are no JSON object, with one warning.
         keep_messages: put the message list of a rendered prompt into `metadata["messages"]`, for a reward model with
             a chat template of its own.
+        images: how images are opened; None = as they are, and from this machine.
 
     Raises:
         UsageError: a row cannot be used, or no row is left.
@@ -166,8 +111,10 @@ class Dataset:
         num_workers: int = 1,
         skip_malformed: bool = False,
         keep_messages: bool = False,
+        images: ImageOptions | None = None,
     ) -> None:
         self._keep_messages = keep_messages
+        self._images = images or ImageOptions()
         self._template_kwargs = apply_chat_template_kwargs or {}
         self._apply_template, self._tokenizer, self._processor = apply_chat_template, tokenizer, processor
         self._keys = {"prompt": prompt_key, "label": label_key, "tools": tool_key, "metadata": metadata_key}
@@ -192,14 +139,14 @@ class Dataset:
         while chunk := list(islice(scan, size)):
             num_rows += len(chunk)
             samples = [self._sample(row.place, row.fields) for row in chunk]
-            fitting = self._fit(samples, [row.place for row in chunk])
+            fitting = self._fit(samples, [row.place for row in chunk], self._image_tokens(chunk))
             if is_held:
                 held += fitting
             else:
                 kept = {id(sample) for sample in fitting}
                 lazy.add(row for row, sample in zip(chunk, samples, strict=True) if id(sample) in kept)
         if not num_rows:
-            raise UsageError(_no_rows(path, malformed))
+            raise UsageError(no_rows(path, malformed))
         found: Sequence[Sample] = held if is_held else lazy
         if not found:
             raise UsageError(f"all {num_rows} prompts of {path} are longer than {self._max_length} tokens")
@@ -207,7 +154,25 @@ class Dataset:
             logger.info("%d of %d prompts of %s are too long and left out", num_rows - len(found), num_rows, path)
         return found
 
-    def _fit(self, samples: list[Sample], places: list[str]) -> list[Sample]:
+    def _image_tokens(self, rows: Sequence[Row]) -> list[int]:
+        """By how many tokens the images of each row lengthen its prompt; they are looked at only where that counts."""
+        if self._max_length is None or not self._sees_images:
+            return [0] * len(rows)
+        return [self._look(num_image_tokens, row.place, row.fields) for row in rows]
+
+    @property
+    def _sees_images(self) -> bool:
+        return self._processor is not None and bool(self._multimodal_keys)
+
+    def _look(self, read: Callable[..., T], place: str, row: dict[str, Any]) -> T:
+        """What `read` makes of the images of a row."""
+        messages = self._messages(place, row)
+        try:
+            return read(messages, self._processor, self._images)
+        except UsageError as error:
+            raise UsageError(f"{place}: {error}") from error
+
+    def _fit(self, samples: list[Sample], places: list[str], image_tokens: Sequence[int] = ()) -> list[Sample]:
         return fit_prompts(
             samples,
             self._tokenizer,
@@ -215,25 +180,24 @@ class Dataset:
             truncation=self._truncation,
             num_workers=self._num_workers,
             places=places,
+            image_tokens=image_tokens,
         )
 
     def sample_of(self, place: str, row: dict[str, Any]) -> Sample:
         """The sample of a row that was found to fit: its images are opened, a prompt that is cut is cut again."""
         sample = self._sample(place, row)
-        if self._processor is not None and self._multimodal_keys:
-            sample.multimodal_inputs = process_vision_info(self._messages(place, row), self._processor)
+        if self._sees_images:
+            sample.multimodal_inputs = self._look(process_vision_info, place, row)
         return self._fit([sample], [place])[0] if self._truncation in CUTS else sample
 
     def _messages(self, where: str, row: dict[str, Any]) -> list[dict[str, Any]]:
-        prompt = _prompt_of(row, where, self._keys["prompt"] or "")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return with_parts(messages, row, self._multimodal_keys, where) if self._multimodal_keys else messages
+        return messages_of(row, where, self._keys["prompt"] or "", self._multimodal_keys)
 
     def _sample(self, where: str, row: dict[str, Any]) -> Sample:
-        metadata = _metadata_of(row, where, self._keys["metadata"] or "")
+        metadata = metadata_of(row, where, self._keys["metadata"] or "")
         tool_key = self._keys["tools"]
         if tool_key and row.get(tool_key):
-            metadata["tools"] = _object_of(row[tool_key], where, tool_key, kind=list)
+            metadata["tools"] = object_of(row[tool_key], where, tool_key, kind=list)
         prompt: str | list[dict[str, Any]]
         if self._apply_template:
             messages = self._messages(where, row)
@@ -243,11 +207,11 @@ class Dataset:
         elif self._multimodal_keys:
             prompt = self._messages(where, row)
         else:
-            prompt = _prompt_of(row, where, self._keys["prompt"] or "")
+            prompt = prompt_of(row, where, self._keys["prompt"] or "")
         label_key = self._keys["label"]
         return Sample(
             prompt=prompt,
-            label=_label_of(row, where, label_key) if label_key else None,
+            label=label_of(row, where, label_key) if label_key else None,
             metadata=metadata,
             apply_chat_template_kwargs=dict(self._template_kwargs),
         )
@@ -285,14 +249,15 @@ class _Samples(Sequence[Sample]):
 
 
 class _LazySamples(_Samples):
-    """The samples of a large file: 16 bytes a row say where it is."""
+    """The samples of a large file: 24 bytes a row say where it is."""
 
     def __init__(self, dataset: Dataset, rows: JsonlRows | ParquetRows) -> None:
         self._dataset, self._rows = dataset, rows
-        self._positions, self._sizes = array("Q"), array("Q")
+        self._positions, self._sizes, self._numbers = array("Q"), array("Q"), array("Q")
 
     def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
+            self._numbers.append(row.number)
             self._positions.append(row.position)
             self._sizes.append(row.size)
 
@@ -301,7 +266,7 @@ class _LazySamples(_Samples):
 
     def _at(self, index: int) -> Sample:
         row = self._rows.read(self._positions[index], self._sizes[index])
-        return self._dataset.sample_of(f"prompt {index}", row)
+        return self._dataset.sample_of(self._rows.place_of(self._numbers[index]), row)
 
 
 class _Reordered(_Samples):
@@ -337,6 +302,7 @@ def fit_prompts(
     truncation: str = "drop",
     num_workers: int = 1,
     places: Sequence[str] | None = None,
+    image_tokens: Sequence[int] = (),
 ) -> list[Sample]:
     """The samples, in order, each with a prompt of at most `max_length` tokens.
 
@@ -349,6 +315,7 @@ def fit_prompts(
         num_workers: threads. A tokenizer written in Rust lets go of Python's lock, so threads are as fast as
             processes, which would each have to load it first.
         places: "file:line" of each sample, for error messages.
+        image_tokens: by how many tokens the images of each sample lengthen its prompt; empty = there are none.
 
     Raises:
         UsageError: "error" and a prompt is too long; or a cut through a message list.
@@ -356,6 +323,8 @@ def fit_prompts(
     if max_length is None:
         return list(samples)
     lengths = prompt_lengths(samples, tokenizer, num_workers=num_workers)
+    if image_tokens:
+        lengths = [length + more for length, more in zip(lengths, image_tokens, strict=True)]
     too_long = [i for i, length in enumerate(lengths) if length > max_length]
     if not too_long:
         return list(samples)
@@ -368,15 +337,27 @@ def fit_prompts(
             f"of {len(too_long)} such prompts); raise --rollout-max-prompt-len or --eval-max-prompt-len, or choose "
             "another --prompt-truncation"
         )
-    for i in too_long:
+    _cut(samples, tokenizer, {i: lengths[i] for i in too_long}, max_length, side=truncation, places=places)
+    return list(samples)
+
+
+def _cut(
+    samples: Sequence[Sample],
+    tokenizer: Any,
+    too_long: dict[int, int],
+    max_length: int,
+    *,
+    side: str,
+    places: Sequence[str] | None,
+) -> None:
+    for i, length in too_long.items():
         prompt = samples[i].prompt
         if not isinstance(prompt, str):
             raise UsageError(
-                f"{_place(places, i)}: --prompt-truncation {truncation} cuts text, but this prompt of {lengths[i]} "
+                f"{_place(places, i)}: --prompt-truncation {side} cuts text, but this prompt of {length} "
                 "tokens is a message list; add --apply-chat-template, or choose drop"
             )
-        samples[i].prompt = cut_text(tokenizer, prompt, max_length, side=truncation)
-    return list(samples)
+        samples[i].prompt = cut_text(tokenizer, prompt, max_length, side=side)
 
 
 def prompt_lengths(samples: Sequence[Sample], tokenizer: Any, *, num_workers: int = 1) -> list[int]:

@@ -10,18 +10,30 @@ from __future__ import annotations
 import base64
 import io
 import logging
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.utils.errors import UsageError
 from slime.utils.misc import attempt
 from slime.utils.types import MultimodalTypes
 
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+MOST_PIXELS = 50_000_000
+"""Of an image that is opened at all: more is a mistake, or a file made to fill the memory."""
+MOST_BYTES = 50 * 2**20
+"""Of an image that is fetched."""
+_FETCH_S = 30.0
+_LONGEST_PATH = 4096
 
 
 def load_tokenizer(name_or_path: str, *, trust_remote_code: bool = False, **kwargs: Any) -> Any:
@@ -81,45 +93,189 @@ def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None) -> dict[str
     return {**given, "return_tensors": "pt"}
 
 
-def process_vision_info(prompt: list[dict[str, Any]], processor: Any) -> dict[str, Any]:
+@dataclass(frozen=True)
+class ImageOptions:
+    """How images of data rows and of tools are opened.
+
+    Attributes:
+        min_pixels, max_pixels: an image is scaled until it has this many pixels; None leaves it to the processor.
+        allow_urls: fetch http addresses, which makes this machine send requests that a data file names.
+    """
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    allow_urls: bool = False
+
+
+def image_options(args: Args) -> ImageOptions:
+    """How a run's images are opened, by its flags."""
+    return ImageOptions(args.image_min_pixels, args.image_max_pixels, args.allow_image_urls)
+
+
+def process_vision_info(
+    prompt: list[dict[str, Any]], processor: Any, options: ImageOptions = ImageOptions()
+) -> dict[str, Any]:
     """The images and videos of a conversation, in order.
 
     Args:
-        prompt: messages; their contents are texts, or lists of parts such as {"type": "image", "image": ...}.
-        processor: unused by images; part of the public signature.
+        prompt: messages; their contents are texts, or lists of parts such as {"type": "image", "image": ...}. A part
+            may have `min_pixels` and `max_pixels` of its own.
+        processor: says of which size patches are; images keep a multiple of it when they are scaled.
+        options: of the run.
 
     Returns:
         {"images": list of PIL images or None, "videos": list as given or None}.
+
+    Raises:
+        UsageError: an image cannot be read; it says which of the conversation's.
     """
+    images = _of_each_image(prompt, lambda part: _scaled_image(part, processor, options))
     parts = [part for m in prompt if isinstance(m["content"], list) for part in m["content"]]
-    images = [open_image(part["image"]) for part in parts if part.get("type") == "image"]
     videos = [part["video"] for part in parts if part.get("type") == "video"]
     return {"images": images or None, "videos": videos or None}
 
 
-def open_image(value: Any) -> Any:
-    """A PIL image from what a data row may hold: a path, a data URI, bytes, {"bytes", "path"}, or an image.
+def num_image_tokens(prompt: list[dict[str, Any]], processor: Any, options: ImageOptions = ImageOptions()) -> int:
+    """By how many tokens the processor lengthens a prompt for its images; only their headers are read.
+
+    Args and errors as for `process_vision_info`.
+    """
+    sizes = _of_each_image(prompt, lambda part: _image_and_size(part, processor, options)[1])
+    if not sizes:
+        return 0
+    counts = processor._get_num_multimodal_tokens(image_sizes=[(height, width) for width, height in sizes])
+    return sum(counts["num_image_tokens"]) - len(sizes)
+
+
+def image_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The content parts of a conversation that are images."""
+    contents = [m.get("content") for m in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part for part in parts if isinstance(part, dict) and part.get("type") in ("image", "image_url")]
+
+
+def _of_each_image(prompt: list[dict[str, Any]], read: Callable[[dict[str, Any]], T]) -> list[T]:
+    found: list[T] = []
+    for part in image_parts(prompt):
+        try:
+            found.append(read(part))
+        except UsageError as error:
+            raise UsageError(f"image {len(found) + 1}: {error}") from error
+    return found
+
+
+def _scaled_image(part: dict[str, Any], processor: Any, options: ImageOptions) -> Any:
+    image, size = _image_and_size(part, processor, options)
+    image = _rgb(image)
+    return image if size == image.size else image.resize(size)
+
+
+def _image_and_size(part: dict[str, Any], processor: Any, options: ImageOptions) -> tuple[Any, tuple[int, int]]:
+    """The image of a content part, whose pixels are not read yet, and the (width, height) that it shall have.
+
+    It is scaled here and not by the processor: the engine's has bounds of its own, and must find nothing to scale.
+    """
+    value = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
+    image = _open(value, allow_urls=options.allow_urls)
+    hints = {**part, **value} if isinstance(value, dict) else part
+    least, most = (hints.get(name) or vars(options)[name] for name in ("min_pixels", "max_pixels"))
+    if least is None and most is None:
+        return image, image.size
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    settings = getattr(processor, "image_processor", None)
+    factor = (getattr(settings, "patch_size", None) or 1) * (getattr(settings, "merge_size", None) or 1)
+    size = dict(getattr(settings, "size", None) or {})
+    least = least or size.get("shortest_edge") or 1
+    most = most or max(size.get("longest_edge") or MOST_PIXELS, least)
+    try:
+        height, width = smart_resize(image.height, image.width, factor, min_pixels=least, max_pixels=most)
+    except ValueError as error:
+        raise UsageError(f"it cannot be scaled: {error}") from error
+    return image, (width, height)
+
+
+def open_image(value: Any, *, allow_urls: bool = False) -> Any:
+    """A PIL image (RGB) from what a data row may hold: a path, a data URI, base64, an http address, bytes, an image,
+    or a dict that holds one of these under "bytes", "path", "image" or "url".
 
     Raises:
-        UsageError: it is no image, or the file is missing.
+        UsageError: it is no image, it has more than `MOST_PIXELS`, the file is missing, or addresses are not fetched.
     """
-    from PIL import Image, UnidentifiedImageError
+    return _rgb(_open(value, allow_urls=allow_urls))
+
+
+def _rgb(image: Any) -> Any:
+    try:
+        return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise UsageError(f"an image could not be read: {str(error)[:200]}") from error
+
+
+def _open(value: Any, *, allow_urls: bool) -> Any:
+    """A PIL image whose pixels may not have been read yet."""
+    from PIL import Image
 
     if isinstance(value, dict):
-        value = value.get("bytes") or value.get("path")
-    try:
-        if isinstance(value, str) and value.startswith("data:"):
-            value = base64.b64decode(value.partition(",")[2])
-        if isinstance(value, bytes):
-            return Image.open(io.BytesIO(value)).convert("RGB")
-        if isinstance(value, str):
-            with Image.open(value.removeprefix("file://")) as image:
-                return image.convert("RGB")
-    except (OSError, ValueError, UnidentifiedImageError) as error:
-        raise UsageError(f"an image could not be read: {str(error)[:200]}") from error
+        value = next((value[key] for key in ("bytes", "path", "image", "url") if value.get(key)), None)
     if isinstance(value, Image.Image):
         return value
-    raise UsageError(f"an image must be a path, a data URI or bytes, not {str(value)[:80]!r}")
+    shown = f"{len(value)} bytes" if isinstance(value, bytes) else repr(str(value)[:80])
+    try:
+        image = Image.open(_image_source(value, shown, allow_urls))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UsageError(f"an image could not be read from {shown}: {str(error)[:200]}") from error
+    if image.width * image.height > MOST_PIXELS:
+        raise UsageError(
+            f"{shown} is too large: {image.width} x {image.height} pixels, and at most {MOST_PIXELS:,} are read"
+        )
+    return image
+
+
+def _image_source(value: Any, shown: str, allow_urls: bool) -> Any:
+    """What PIL opens: a path or a file in memory."""
+    if isinstance(value, bytes):
+        return io.BytesIO(value)
+    if not isinstance(value, str):
+        raise UsageError(f"an image must be a path, a data URI, base64 or bytes, not {shown}")
+    if value.startswith(("http://", "https://")):
+        if not allow_urls:
+            raise UsageError(f"{shown} is an address, which is only fetched with --allow-image-urls")
+        return io.BytesIO(_fetch(value, shown))
+    path = value.removeprefix("file://")
+    is_data = value.startswith("data:")
+    if not is_data and (len(path) <= _LONGEST_PATH and os.path.exists(path)):
+        return path
+    try:
+        return io.BytesIO(base64.b64decode(value.partition(",")[2] if is_data else value, validate=True))
+    except ValueError as error:
+        found = "is no base64" if is_data else "does not exist, and is no base64"
+        raise UsageError(f"an image could not be read: {shown} {found}") from error
+
+
+def _fetch(url: str, shown: str) -> bytes:
+    import requests
+
+    try:
+        with requests.get(url, timeout=_FETCH_S, stream=True) as answer:
+            answer.raise_for_status()
+            data = answer.raw.read(MOST_BYTES + 1, decode_content=True)
+    except (requests.RequestException, OSError) as error:
+        raise UsageError(f"an image could not be fetched from {shown}: {str(error)[:200]}") from error
+    if len(data) > MOST_BYTES:
+        raise UsageError(f"an image could not be fetched from {shown}: it has more than {MOST_BYTES} bytes")
+    return bytes(data)
+
+
+def missing_image(value: Any) -> str | None:
+    """The path that an image of a data row names, where there is no such file; found without opening anything."""
+    if isinstance(value, dict):
+        value = None if value.get("bytes") else value.get("path") or value.get("image")
+    if not isinstance(value, str) or value.startswith(("data:", "http://", "https://")) or len(value) > _LONGEST_PATH:
+        return None
+    path = value.removeprefix("file://")
+    is_name = "." in os.path.basename(path)  # base64 has no dot
+    return path if is_name and not os.path.exists(path) else None
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:

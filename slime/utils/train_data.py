@@ -82,6 +82,12 @@ class TrainData(TypedDict):
     where no engine takes the trainer's weights."""
     recorded_indices: NotRequired[frozenset[int]]
     """`sample_indices` of the samples that are recorded, where not all are (--rollout-record-fraction)."""
+    multimodal_train_inputs: NotRequired[list[dict[str, np.ndarray] | None]]
+    """[S] arrays for the forward pass, by the processor's names ("pixel_values" [patches, numbers of one],
+    "image_grid_thw" [images, 3]); None for samples without images. Samples of a prompt share the arrays, so each is
+    sent once. Present where some sample has images, as the next."""
+    image_spans: NotRequired[list[list[list[int]]]]
+    """[S] lists of [start, length] in `tokens`, one for each image."""
     total_lengths: NotRequired[list[int]]
     """[S] prompt + R; written by the split, read by the schedule and by packing."""
 

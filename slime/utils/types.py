@@ -111,6 +111,7 @@ _PrefixCacheInfo: TypeAlias = PrefixCacheInfo
 
 _SHARED = (str, int, float, type(None), Status)  # what copies of a sample may share: it cannot be changed
 _COPIED = (list, dict, _Counters)
+_OF_IMAGES = ("multimodal_inputs", "multimodal_train_inputs")  # large, and only read
 _PLAIN = frozenset({int, float, str, bool, type(None)})
 
 
@@ -143,7 +144,9 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     """[prompt + response] token ids."""
     multimodal_inputs: dict[str, Any] | None = None
+    """{"images": list of PIL images}; the samples of a prompt, and copies of a sample, share it: it is only read."""
     multimodal_train_inputs: dict[str, Any] | None = None
+    """What the processor made of the images for the model's forward pass: arrays by name, shared like the images."""
     multimodal_train_input_id: str | None = None
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     response: str = ""
@@ -180,6 +183,9 @@ class Sample:
     """Seconds spent outside the engine (tools, sandboxes)."""
     spec_info: _SpecInfo = field(default_factory=_SpecInfo)
     prefix_cache_info: _PrefixCacheInfo = field(default_factory=_PrefixCacheInfo)
+    image_spans: list[list[int]] | None = None
+    """[start, length] in `tokens` of each image, in order; None = no images. Other tokens with an image's id are words
+    that the model wrote."""
 
     @property
     def loss_masks(self) -> list[int]:
@@ -253,7 +259,8 @@ class Sample:
         twin = _with_attributes(type(self), {})
         memo[id(self)] = twin
         for name, value in vars(self).items():
-            twin.__dict__[name] = value if isinstance(value, _SHARED) else _deep_copy(value, memo)
+            is_shared = isinstance(value, _SHARED) or name in _OF_IMAGES
+            twin.__dict__[name] = value if is_shared else _deep_copy(value, memo)
         return twin
 
     def append_response_tokens(

@@ -30,6 +30,9 @@ OTHER_DEFAULT = {
 }
 # Flags of our own, beside those of the interface.
 OURS = {
+    "--allow-image-urls": "images",
+    "--image-max-pixels": "images",
+    "--image-min-pixels": "images",
     "--accelerator": "one code path on GPUs and without",
     "--async-buffer-size": "how far train_async.py may be ahead",
     "--checkpoint-contents": "what a checkpoint holds",

@@ -37,6 +37,7 @@ SAMPLE = {
     **dict.fromkeys(("teacher_log_probs", "generate_function_path", "custom_rm_path", "train_metadata"), None),
     "session_id": None,
     "end_reason": None,
+    "image_spans": None,
     "reward_is_trusted": True,
     "prompt": "",
     "response": "",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from slime.rollout.hooks.sample_errors import SampleError
-from slime.rollout.sampling import generation
+from slime.rollout.sampling import generation, images
 from slime.rollout.sampling.generation import generate_and_rm
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -80,14 +81,15 @@ def test_a_function_of_a_list_returns_a_list(run, tmp_path: Path) -> None:
 )
 def test_what_a_function_of_a_list_leaves_out_is_made_from_its_text(monkeypatch, changes, expected) -> None:
     monkeypatch.setattr(generation, "GenerateState", lambda args: SimpleNamespace(tokenizer=None))
-    monkeypatch.setattr(generation, "encode_text", lambda tokenizer, text: list(text.encode()))
-    sample = generation._of_batch(None, [Sample(prompt="p", **changes)])
+    for module in (generation, images):
+        monkeypatch.setattr(module, "encode_text", lambda tokenizer, text: list(text.encode()))
+    sample = asyncio.run(generation._of_batch(None, [Sample(prompt="p", **changes)]))
     assert (sample.response, sample.tokens, sample.response_length) == expected
 
 
 def test_tokens_of_a_list_without_a_length_are_refused(monkeypatch) -> None:
     with pytest.raises(ValueError, match="a response_length of 0; set it"):
-        generation._of_batch(None, [Sample(prompt="p", response="no", tokens=[112, 9])])
+        asyncio.run(generation._of_batch(None, [Sample(prompt="p", response="no", tokens=[112, 9])]))
 
 
 def test_each_older_form_has_one_warning_with_the_recommended_one(check: Check, agent: str) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import http.server
 import io
 import json
 import random
+import struct
 import subprocess
 import sys
 import threading
+import zlib
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
@@ -17,12 +22,19 @@ from PIL import Image
 
 from slime.rollout import data_source
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.rollout.eval import EvalDatasets
 from slime.rollout.sampling import generation
 from slime.rollout.sampling.generation import GenerateState
 from slime.utils import async_utils, data
 from slime.utils.data import Dataset, check_data_file, read_file
 from slime.utils.errors import UsageError
-from slime.utils.processing_utils import encode_image_for_rollout_engine, open_image, process_vision_info
+from slime.utils.eval_config import EvalDatasetConfig
+from slime.utils.processing_utils import (
+    ImageOptions,
+    encode_image_for_rollout_engine,
+    open_image,
+    process_vision_info,
+)
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import LetterTokenizer, rollout_args
 
@@ -180,13 +192,21 @@ def png(color):
 
 
 class FakeProcessor:
-    """Puts one token 7 per image before the text's letters, and pixel values aside."""
+    """Puts as many tokens in the place of an "I" as its image has pixels in its width, and pixel values aside."""
+
+    image_token_id = ord("I")
+    calls = 0
 
     def __call__(self, text, images=None, return_tensors=None):
         assert return_tensors == "pt"
-        ids = [7] * len(images or []) + [ord(letter) for letter in text]
+        type(self).calls += 1
+        widths = iter(images)
+        ids = [ord(c) for c in text[0] for _ in range(next(widths).width if c == "I" else 1)]
         pixels = [image.getpixel((0, 0)) for image in images]
         return {"input_ids": [ids], "attention_mask": [[1] * len(ids)], "pixel_values": pixels}
+
+    def _get_num_multimodal_tokens(self, image_sizes):
+        return {"num_image_tokens": [width for _, width in image_sizes]}
 
 
 @pytest.fixture
@@ -205,7 +225,8 @@ def picture_rows(tmp_path):
 
 class PartsTokenizer(LetterTokenizer):
     def apply_chat_template(self, messages, **kwargs):
-        parts = [part for m in messages for part in m["content"]]
+        contents = [m["content"] for m in messages]
+        parts = [part for content in contents for part in ([{"text": content}] if type(content) is str else content)]
         return "".join(part.get("text", "I") for part in parts)
 
 
@@ -257,9 +278,7 @@ def test_an_image_is_read_from_what_rows_hold_and_sent_as_a_data_uri(tmp_path):
     assert process_vision_info(messages, None) == {"images": None, "videos": None}
 
 
-def test_an_engine_gets_text_and_images_and_the_trainer_what_the_processor_made_of_them(
-    engine, picture_rows, monkeypatch
-):
+def test_an_engine_gets_images_once_and_the_trainer_what_the_processor_made_of_them(engine, picture_rows, monkeypatch):
     monkeypatch.setattr(data_source, "load_tokenizer", lambda name, **kw: PartsTokenizer())
     for module in (data_source, generation):
         monkeypatch.setattr(module, "load_processor", lambda name, **kw: FakeProcessor())
@@ -275,17 +294,159 @@ def test_an_engine_gets_text_and_images_and_the_trainer_what_the_processor_made_
 
     async def answer(url, payload, headers=None):
         sent.append(payload)
-        pairs = [[-0.5, 50, None]]
-        return {"text": "x", "meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": pairs}}
+        meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.5, 50, None]], "prompt_tokens": 12}
+        return {"text": "x", "meta_info": meta}
 
     monkeypatch.setattr(generation, "post", answer)
-    async_utils.run(generation.generate(args, first, {"max_new_tokens": 5}))
-    (payload,) = sent
-    assert "input_ids" not in payload and payload["text"] == "Ior I?"
+    monkeypatch.setattr(FakeProcessor, "calls", 0)
+
+    async def both():
+        await asyncio.gather(*(generation.generate(args, s, {"max_new_tokens": 5}) for s in (first, second)))
+
+    async_utils.run(both())
+    payload, _ = sent
+    assert payload["input_ids"] == [ord(letter) for letter in "Ior I?"], "one token an image"
+    assert payload["sampling_params"]["stop_token_ids"] == [ord("I")], "an engine could not go on from a second"
     assert [open_image(uri).getpixel((0, 0)) for uri in payload["image_data"]] == [(255, 0, 0), (0, 0, 255)]
-    assert first.tokens == [7, 7, *(ord(letter) for letter in "Ior I?"), 50]
-    assert first.multimodal_train_inputs == {"pixel_values": [(255, 0, 0), (0, 0, 255)]}
+    assert first.tokens == [*(ord(letter) for letter in "IIIIor IIII?"), 50] == second.tokens
+    assert first.image_spans == [[0, 4], [7, 4]]
+    assert first.multimodal_train_inputs["pixel_values"].tolist() == [[255, 0, 0], [0, 0, 255]]
+    shared = second.multimodal_train_inputs["pixel_values"]
+    assert shared is first.multimodal_train_inputs["pixel_values"] and FakeProcessor.calls == 1, "once for a prompt"
     GenerateState.clear_instances()
+
+
+def test_the_flags_of_images_reach_training_prompts_and_evaluation_prompts(tmp_path, monkeypatch):
+    (tmp_path / "red.png").write_bytes(png("red"))  # 4 x 2 pixels
+    monkeypatch.setattr(data_source, "load_tokenizer", lambda name, **kw: PartsTokenizer())
+    for module in (data_source, generation):
+        monkeypatch.setattr(module, "load_processor", lambda name, **kw: FakeProcessor())
+    path = rows_file(tmp_path, {"input": "<image>", "pictures": str(tmp_path / "red.png")})
+    keys = {"image": "pictures"}
+
+    monkeypatch.setattr(generation, "load_tokenizer", lambda name, **kw: PartsTokenizer())
+
+    def sizes(**flags):
+        args = rollout_args(prompt_data=path, multimodal_keys=keys, apply_chat_template=True, **flags)
+        config = EvalDatasetConfig("e", path, multimodal_keys=keys, apply_chat_template=True)
+        EvalDatasets.clear_instances()
+        GenerateState.clear_instances()
+        read = RolloutDataSource(args).dataset, EvalDatasets().get(args, config, PartsTokenizer())
+        return {dataset[0].multimodal_inputs["images"][0].size for dataset in read}
+
+    assert sizes(image_min_pixels=32) == {(8, 4)} and sizes(image_max_pixels=2) == {(2, 1)}
+    web = rows_file(tmp_path, {"input": "<image>", "pictures": "http://127.0.0.1:1/red.png"})
+    assert web == path
+    with pytest.raises(UsageError, match="with --allow-image-urls"):
+        sizes()
+    with pytest.raises(UsageError, match="could not be fetched"):
+        sizes(allow_image_urls=True)
+    GenerateState.clear_instances()
+    EvalDatasets.clear_instances()
+
+
+def rows_file(tmp_path, *rows):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def image_rows(path, **options):
+    return Dataset(
+        path,
+        PartsTokenizer(),
+        FakeProcessor(),
+        prompt_key="input",
+        multimodal_keys={"image": "pictures"},
+        apply_chat_template=True,
+        **{"max_length": None, **options},
+    )
+
+
+def test_a_prompt_is_as_long_as_the_tokens_of_its_images_make_it(tmp_path):
+    (tmp_path / "red.png").write_bytes(png("red"))  # 4 pixels wide: 4 tokens
+    red = str(tmp_path / "red.png")
+    rows = rows_file(tmp_path, {"input": "<image>ab", "pictures": red}, {"input": "abcdefg", "pictures": []})
+    assert [s.prompt for s in image_rows(rows, max_length=6)] == ["Iab"]
+    assert [s.prompt for s in image_rows(rows, max_length=7)] == ["Iab", "abcdefg"]
+    with pytest.raises(UsageError, match="rows.jsonl:2: the prompt has 7 tokens, the limit is 6"):
+        image_rows(rows, max_length=6, truncation="error")
+
+
+@pytest.mark.parametrize(
+    ("picture_of_the_row", "reason"),
+    [
+        ("none.png", "'none.png' does not exist, and is no base64"),
+        ("data:image/png;base64,%%", "is no base64"),
+        ("http://127.0.0.1:1/a.png", "is an address, which is only fetched with --allow-image-urls"),
+        (base64.b64encode(b"no image").decode(), "an image could not be read from .*cannot identify image file"),
+        ({"bytes": None, "path": None}, "an image must be a path"),
+    ],
+)
+def test_an_image_that_cannot_be_read_is_named_with_its_row(tmp_path, picture_of_the_row, reason):
+    (tmp_path / "red.png").write_bytes(png("red"))
+    red = str(tmp_path / "red.png")
+    rows = image_rows(rows_file(tmp_path, {"input": "<image><image>", "pictures": [red, picture_of_the_row]}))
+    with pytest.raises(UsageError, match=f"rows.jsonl:1: image 2: .*{reason}"):
+        rows[0]
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_image_that_is_too_large_is_not_read(tmp_path):
+    header = b"IHDR" + struct.pack(">IIBBBBB", 10_000, 10_000, 8, 2, 0, 0, 0)
+    chunks = [struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in (header, b"IDAT")]
+    data = b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+    rows = image_rows(rows_file(tmp_path, {"input": "<image>", "pictures": base64.b64encode(data).decode()}))
+    with pytest.raises(UsageError, match="rows.jsonl:1: image 1: .*too large: 10000 x 10000 pixels, and at most 50,"):
+        rows[0]
+
+
+def test_missing_files_of_images_are_found_before_a_run_starts(tmp_path):
+    (tmp_path / "red.png").write_bytes(png("red"))
+    row = {"input": "<image>", "pictures": str(tmp_path / "red.png")}
+    path = rows_file(tmp_path, row, row | {"pictures": [{"bytes": None, "path": str(tmp_path / "no.png")}]})
+    keys = {"image": "pictures"}
+    with pytest.raises(UsageError, match="rows.jsonl:2: there is no image .*no.png"):
+        check_data_file(path, prompt_key="input", multimodal_keys=keys)
+    assert check_data_file(f"{path}@[:1]", prompt_key="input", multimodal_keys=keys) == 1
+    parts = {"input": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}
+    with pytest.raises(UsageError, match="rows.jsonl:1: 'input' has images, and without --multimodal-keys"):
+        check_data_file(rows_file(tmp_path, parts), prompt_key="input")
+
+
+def test_an_image_is_fetched_where_that_is_allowed(tmp_path):
+    class Pictures(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/red.png" else 404)
+            self.end_headers()
+            self.wfile.write(png("red"))
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert open_image(f"{address}/red.png", allow_urls=True).getpixel((0, 0)) == (255, 0, 0)
+        with pytest.raises(UsageError, match="could not be fetched from .*404"):
+            open_image({"url": f"{address}/blue.png"}, allow_urls=True)
+        server.shutdown()
+
+
+def test_images_are_scaled_to_the_pixels_that_the_run_or_the_row_asks_for():
+    parts = [{"type": "image", "image": Image.new("RGB", (100, 50))}]
+
+    def size(part, **options):
+        processor = SimpleNamespace(image_processor=SimpleNamespace(patch_size=4, merge_size=2, size={}))
+        (image,) = process_vision_info([{"content": [part]}], processor, ImageOptions(**options))["images"]
+        return image.size
+
+    (part,) = parts
+    assert size(part) == (100, 50)
+    assert size(part, max_pixels=1280) == (48, 24), "sqrt(1280 / 5000) of each side, rounded down to patches of 8"
+    assert size(part, min_pixels=20_000) == (200, 104), "twice each side, rounded up"
+    assert size({**part, "max_pixels": 512}, max_pixels=1280) == (32, 16), "the row's own goes first"
+    assert size({"type": "image", "image": {"image": part["image"], "max_pixels": 512}}) == (32, 16)
 
 
 # ---- data sources without a file

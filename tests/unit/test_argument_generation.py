@@ -65,7 +65,13 @@ def test_images_need_a_checkpoint_that_sees_them(check: Check) -> None:
     has(check(line).problems.environment, "has no processor (preprocessor_config.json or processor_config.json)")
     Path("hf/preprocessor_config.json").write_text("{}")
     assert not check(line).problems.environment
-    has(check('--multimodal-keys {"video":"v"}').problems.unsupported, "--multimodal-keys video is not supported yet")
+    reason = "--multimodal-keys video is not supported: processor and engine would each pick the frames of a video"
+    has(check('--multimodal-keys {"video":"v"}').problems.unsupported, reason)
+    has(check('--multimodal-keys {"audio":"a"}').problems.unsupported, "--multimodal-keys audio is not supported")
+    cut = check(f"{line} --prompt-truncation left --rollout-max-prompt-len 9").problems.unsupported
+    has(cut, "--prompt-truncation left cuts the text of a prompt, and with it the places of its images")
+    sizes = check(f"{line} --image-min-pixels 9 --image-max-pixels 8").problems.unsupported
+    has(sizes, "--image-min-pixels 9 is more than --image-max-pixels 8")
 
 
 def test_images_are_generated_for_and_evaluated_but_not_trained_on(check: Check) -> None:

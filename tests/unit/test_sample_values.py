@@ -66,8 +66,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"weight_versions": [3]}, "weight_versions [3]; it must be a list of strings"),
     ({"end_reason": "tired"}, "the end_reason 'tired'; it must be None or one of done, max_turns, length, budget"),
     ({"reward_is_trusted": None}, "reward_is_trusted 'None'; it must be True or False"),
-    ({"multimodal_train_inputs": {"pixel_values": [1]}}, "multimodal_train_inputs: images cannot be trained on yet"),
-    ({"multimodal_inputs": {"images": ["x"], "videos": None}}, "multimodal_inputs: images cannot be trained on yet"),
+    ({"multimodal_train_inputs": {"pixel_values": [1]}}, "0 images (multimodal_inputs), 0 image_spans and multimodal"),
+    ({"multimodal_inputs": {"images": ["x"], "videos": None}}, "1 images (multimodal_inputs), 0 image_spans and no "),
 ]
 
 

@@ -97,6 +97,22 @@ def install_kernels() -> None:
     elementwise.fused_gate_sigmoid_mul_add = add_gated
 
 
+def install_image_processors() -> None:
+    """Let SGLang import its processors of images on any CPU; called before it does.
+
+    They import Qwen3.5, which takes four kernels by name. Models that have none of its layers never call them.
+    """
+    import torch
+
+    for name in (
+        "fused_sigmoid_mul",
+        "fused_qk_gemma_rmsnorm",
+        "fused_qk_gemma_rmsnorm_with_gate",
+        "fused_qkvzba_split_reshape_cat_contiguous",
+    ):
+        setattr(torch.ops.sgl_kernel, f"{name}_cpu", _missing_kernel(f"{name}_cpu"))
+
+
 def install_latent_attention() -> None:
     """Let models with latent attention run without CUDA, YaRN or not; called before the server makes one.
 

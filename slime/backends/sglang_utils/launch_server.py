@@ -82,6 +82,8 @@ def prepare(launch: dict[str, Any]) -> None:
         engine_patches.serve_live_adapter()
     if is_cpu and config.get("kv_lora_rank"):
         cpu_standins.install_latent_attention()
+    if is_cpu and config.get("vision_config"):
+        cpu_standins.install_image_processors()
     family = family_of_config(config)
     if is_cpu and family and family.norms_all_heads:
         cpu_standins.install_all_heads_norm()

@@ -65,6 +65,13 @@ class DataFlags:
         "but text can be trained on",
         is_json=True,
     )
+    image_min_pixels: int | None = flag(
+        None, "images are scaled up to so many pixels (default: as the processor does)", at_least=1
+    )
+    image_max_pixels: int | None = flag(
+        None, "images are scaled down to so many pixels, which bounds their tokens", at_least=1
+    )
+    allow_image_urls: bool = flag(False, "fetch images that a data row names by an http address")
     balance_by_flops: bool = flag(
         False,
         "form micro-batches of equal work (FLOPs) instead of tokens: a batch of short samples may then have more than "

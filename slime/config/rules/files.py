@@ -166,7 +166,13 @@ def check_eval_data(args: Args, *, reads_reward: bool) -> Iterator[str]:
     """
     for dataset in args.eval_datasets:
         where, keys = f"evaluation data set {dataset.name}", (dataset.input_key, dataset.label_key)
-        facts = data_facts(dataset.path, *keys, dataset.metadata_key, skip_malformed=args.skip_malformed_data)
+        facts = data_facts(
+            dataset.path,
+            *keys,
+            dataset.metadata_key,
+            multimodal_keys=dataset.multimodal_keys,
+            skip_malformed=args.skip_malformed_data,
+        )
         yield from (f"{where}: {message}" for message in facts.problems)
         names_reward = args.rm_type or dataset.rm_type or "rm_type" in dataset.metadata_overrides
         scores_itself = dataset.custom_rm_path or dataset.custom_generate_function_path or not reads_reward
@@ -192,10 +198,17 @@ class DataFacts:
 
 
 def data_facts(
-    path: str, prompt_key: str, label_key: str | None, metadata_key: str, *, skip_malformed: bool
+    path: str,
+    prompt_key: str,
+    label_key: str | None,
+    metadata_key: str,
+    *,
+    multimodal_keys: dict[str, str] | None = None,
+    skip_malformed: bool,
 ) -> DataFacts:
     """Read a data file to its end, once for as long as it does not change."""
-    asked = (path, prompt_key, label_key, metadata_key, skip_malformed)
+    kinds = tuple((multimodal_keys or {}).items())
+    asked = (path, prompt_key, label_key, metadata_key, kinds, skip_malformed)
     try:
         status = parse_slice(path)[0].stat()
     except (OSError, ValueError):
@@ -209,7 +222,12 @@ def _read_unchanged(mtime_ns: int, size: int, inode: int, *asked: Any) -> DataFa
 
 
 def _read_data(
-    path: str, prompt_key: str, label_key: str | None, metadata_key: str, skip_malformed: bool
+    path: str,
+    prompt_key: str,
+    label_key: str | None,
+    metadata_key: str,
+    kinds: tuple[tuple[str, str], ...],
+    skip_malformed: bool,
 ) -> DataFacts:
     fields: tuple[str, ...] = ()
     try:
@@ -220,6 +238,7 @@ def _read_data(
             prompt_key=prompt_key,
             label_key=label_key,
             metadata_key=metadata_key,
+            multimodal_keys=dict(kinds),
             skip_malformed=skip_malformed,
         )
     except UsageError as error:
@@ -233,6 +252,7 @@ def _train_data(args: Args) -> DataFacts:
         args.input_key,
         args.label_key,
         args.metadata_key,
+        multimodal_keys=args.multimodal_keys,
         skip_malformed=args.skip_malformed_data,
     )
 

@@ -120,7 +120,21 @@ UNSUPPORTED: tuple[Check, ...] = (  # only images reach an engine, and nothing b
     for_each(
         lambda a: a.multimodal_keys or {},
         lambda a, kind: kind in _KINDS and kind != "image",
-        lambda a, kind: f"--multimodal-keys {kind} is not supported yet (model families); use image.",
+        lambda a, kind: (
+            f"--multimodal-keys {kind} is not supported: processor and engine would each pick the frames of a video "
+            "and write their times into the prompt, and need not agree; give its frames as a list of images."
+            if kind == "video"
+            else f"--multimodal-keys {kind} is not supported (model families); use image."
+        ),
+    ),
+    Rule(
+        lambda a: bool(a.multimodal_keys) and a.prompt_truncation in ("left", "right", "middle"),
+        "--prompt-truncation {prompt_truncation} cuts the text of a prompt, and with it the places of its images "
+        "(--multimodal-keys); use drop or error.",
+    ),
+    Rule(
+        lambda a: a.image_min_pixels and a.image_max_pixels and a.image_min_pixels > a.image_max_pixels,
+        "--image-min-pixels {image_min_pixels} is more than --image-max-pixels {image_max_pixels}.",
     ),
     Rule(
         lambda a: (

@@ -26,6 +26,7 @@ import numpy as np
 from slime.config.args import Args
 from slime.rollout.base_types import flatten
 from slime.rollout.hooks.errors import HookError, as_kind, as_kind_of, hook_name, must_pass
+from slime.rollout.sampling.images import image_problem
 from slime.utils.http_utils import HttpError
 from slime.utils.misc import is_finite_number, shown
 from slime.utils.types import END_REASONS, Sample
@@ -78,7 +79,7 @@ def sample_problem(args: Args, sample: Sample, *, evaluation: bool = False) -> s
         log_probs,
         vocab_size=args.vocab_size,
         is_trained=not sample.remove_sample,
-    ) or (None if args.debug_rollout_only else _image_problem(sample))
+    ) or (None if args.debug_rollout_only else image_problem(sample))
 
 
 def train_problem(args: Args, sample: Sample) -> str | None:
@@ -102,24 +103,6 @@ def train_problem(args: Args, sample: Sample) -> str | None:
         if shape != expected:
             return f"rollout_routed_experts of the shape {shape} for {num_tokens} tokens; it must be {expected}"
     return None
-
-
-def _image_problem(sample: Sample) -> str | None:
-    """What besides text a sample has: the trainer reads nothing of it."""
-    for name in ("multimodal_train_inputs", "multimodal_inputs"):
-        values = vars(sample)[name]
-        if values is not None and not isinstance(values, Mapping):
-            return f"{name} of the type {type(values).__name__}; it must be a dict"
-        if any(_is_there(value) for value in (values or {}).values()):
-            return (
-                f"{name}: images cannot be trained on yet, the model would only see the tokens that stand for them; "
-                "use --debug-rollout-only or --eval-only"
-            )
-    return None
-
-
-def _is_there(value: Any) -> bool:
-    return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
 
 
 def values_problem(

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.config.args import Args
 from slime.processes.progress import went_on
-from slime.utils.processing_utils import encode_image_for_rollout_engine
+from slime.rollout.sampling.images import check_count, engine_ids, image_data, with_image_stop
 from slime.utils.types import Sample
 
 
@@ -46,17 +46,12 @@ _HEAD_CHARS = 500
 def engine_payload(
     sample: Sample, sampling_params: dict[str, Any], *, with_routed_experts: bool = False
 ) -> dict[str, Any]:
-    """The body of a /generate call: token ids; with images the text, which the engine's processor expands."""
-    payload: dict[str, Any] = {"sampling_params": sampling_params, "return_logprob": True}
+    """The body of a /generate call: token ids, and the images that stand for some of them."""
+    payload: dict[str, Any] = {"input_ids": engine_ids(sample), "return_logprob": True}
+    payload["sampling_params"] = with_image_stop(sample, sampling_params)
     if with_routed_experts:
         payload["return_routed_experts"] = True
-    images = (sample.multimodal_inputs or {}).get("images")
-    if not images:
-        return {"input_ids": sample.tokens, **payload}
-    if not isinstance(sample.prompt, str):
-        raise ValueError("the prompt is a message list; --apply-chat-template turns it into text")
-    data = [encode_image_for_rollout_engine(image) for image in images]
-    return {"text": sample.prompt + sample.response, "image_data": data, **payload}
+    return payload | ({"image_data": image_data(sample)} if sample.image_spans else {})
 
 
 def engine_headers(args: Args, sample: Sample) -> dict[str, str] | None:
@@ -94,9 +89,11 @@ def append_engine_output(args: Args, sample: Sample, output: Any, *, trainable: 
         trainable: False masks the tokens (their log-probs are not the policy's).
 
     Raises:
-        RuntimeError: the answer is none of /generate, or does not hold a token and a log-prob for each new token.
+        RuntimeError: the answer is none of /generate, does not hold a token and a log-prob for each new token, or is
+            to another number of prompt tokens than the sample's, where it has images.
     """
     meta_info = _meta_info_of(output)
+    check_count(sample, meta_info)
     token_ids, log_probs = tokens_of(meta_info)
     went_on("tokens", len(token_ids))
     sample.append_response_tokens(

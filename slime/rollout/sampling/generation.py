@@ -27,7 +27,6 @@ from slime.observability.trace_utils import (
     trace_next_attempt,
 )
 from slime.processes.progress import went_on
-from slime.processes.wait import DaemonThreads
 from slime.rollout.base_types import flatten
 from slime.rollout.hooks.sample_errors import (
     blame,
@@ -48,12 +47,13 @@ from slime.rollout.sampling.engine_request import (
     engine_payload,
     router_url,
 )
+from slime.rollout.sampling.images import find_images, has_images, set_prompt
 from slime.rollout.sampling.scoring import score_each, score_fan_out, score_group, share_rollout_id
 from slime.rollout.sampling.weight_versions import WeightClock, note_begin
 from slime.utils.async_utils import gather_or_cancel, is_cancellation
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post
 from slime.utils.misc import SingletonMeta, load_function, stable_hash
-from slime.utils.processing_utils import build_processor_kwargs, encode_text, load_processor, load_tokenizer
+from slime.utils.processing_utils import encode_text, load_processor, load_tokenizer
 from slime.utils.types import Sample
 
 __all__ = [
@@ -70,7 +70,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 Group = list[Sample]
 Status = Sample.Status
-_processor_threads = DaemonThreads("processor", 8)
 
 
 class GenerateState(metaclass=SingletonMeta):
@@ -208,14 +207,10 @@ async def tokenize_prompt(state: GenerateState, sample: Sample) -> None:
     """Set the tokens of a sample that has none to those of its prompt."""
     if not isinstance(sample.prompt, str):
         raise ValueError("the prompt is a message list; --apply-chat-template turns it into text")
-    if not any((sample.multimodal_inputs or {}).values()):
+    if has_images(sample):
+        await set_prompt(sample, state, sample.prompt)
+    else:
         sample.tokens = list(state.encode(sample.prompt))
-        return
-    keywords = build_processor_kwargs(sample.multimodal_inputs)
-    outputs = await _processor_threads.run(functools.partial(state.processor, text=sample.prompt, **keywords))
-    sample.tokens = [int(token) for token in outputs["input_ids"][0]]
-    rest = {key: value for key, value in outputs.items() if key not in ("input_ids", "attention_mask")}
-    sample.multimodal_train_inputs = rest or None
 
 
 async def _call_engine(args: Args, sample: Sample, params: dict[str, Any], *, trainable: bool = True) -> None:
@@ -327,22 +322,26 @@ async def _call_generate(
                 raise TypeError(f"it is not async, it returned a {type(result).__name__}; write it as `async def`")
             completed: Sample | list[Sample] = await result
             if is_batch:
-                completed = _of_batch(args, completed)
+                completed = await _of_batch(args, completed)
         else:
             completed = await generate(args, sample, sampling_params, evaluation)
-        _give_prompt(args, completed)
+        await _give_prompt(args, completed)
     check_completed(args, name, before, completed, evaluation=evaluation)
     return completed
 
 
-def _give_prompt(args: Args, completed: Any) -> None:
-    """Give a sample whose environment failed before its first token those of its prompt: it can stay, masked."""
+async def _give_prompt(args: Args, completed: Any) -> None:
+    """Give a sample whose environment failed before its first token those of its prompt; find images of user code."""
     for sample in completed if isinstance(completed, list) else [completed]:
-        if isinstance(sample, Sample) and not sample.reward_is_trusted and not sample.tokens:
-            _tokenise(sample, GenerateState(args).tokenizer)
+        if not isinstance(sample, Sample):
+            continue
+        if not sample.reward_is_trusted and not sample.tokens:
+            await _tokenise(sample, GenerateState(args))
+        if sample.multimodal_train_inputs and sample.image_spans is None:
+            find_images(sample, GenerateState(args).processor)
 
 
-def _of_batch(args: Args, completed: Any) -> Any:
+async def _of_batch(args: Args, completed: Any) -> Any:
     """What a function that takes lists made of a list of one sample; text without tokens gets them.
 
     Such a function may write only `response`. Then the prompt, a conversation with all turns before the last among
@@ -362,20 +361,21 @@ def _of_batch(args: Args, completed: Any) -> Any:
         if sample.status is Status.ABORTED:
             sample.response = ""
         elif not sample.tokens:
-            _tokenise(sample, GenerateState(args).tokenizer)
+            await _tokenise(sample, GenerateState(args))
         elif sample.response:
             raise ValueError(f"{describe(sample)} has a response and tokens, but a response_length of 0; set it")
     return completed[0] if len(completed) == 1 else completed
 
 
-def _tokenise(sample: Sample, tokenizer: Any) -> None:
+async def _tokenise(sample: Sample, state: GenerateState) -> None:
     """Set a sample's tokens from its prompt and its response."""
     prompt = sample.prompt
     if not isinstance(prompt, str):
         # as such functions render it: what else they gave the template is not known here
-        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    response = encode_text(tokenizer, sample.response)
-    sample.tokens, sample.response_length = [*encode_text(tokenizer, prompt), *response], len(response)
+        prompt = state.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    response = encode_text(state.tokenizer, sample.response)
+    await set_prompt(sample, state, prompt)
+    sample.tokens, sample.response_length = [*sample.tokens, *response], len(response)
 
 
 @functools.cache

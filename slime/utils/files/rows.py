@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from slime.utils.errors import UsageError
+from slime.utils.processing_utils import image_parts, missing_image, with_parts
 
 _BATCH = 256  # rows of a .parquet
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
@@ -28,11 +29,13 @@ class Row(NamedTuple):
 
     Attributes:
         place: "file:line", for a reader of error messages.
+        number: of the line or the row, from which `place_of` makes the place again.
         position, size: where `read` finds it again.
         fields: its content.
     """
 
     place: str
+    number: int
     position: int
     size: int
     fields: dict[str, Any]
@@ -118,13 +121,17 @@ class JsonlRows:
                 start, end = end, end + len(line)
                 if not line.strip():
                     continue
-                place = f"{self._file}:{number}"
+                place = self.place_of(number)
                 try:
-                    yield Row(place, start, len(line), _object_of_line(line, place))
+                    yield Row(place, number, start, len(line), _object_of_line(line, place))
                 except UsageError as error:
                     if malformed is None:
                         raise
                     malformed += error.messages
+
+    def place_of(self, number: int) -> str:
+        """The place of a line."""
+        return f"{self._file}:{number}"
 
     def read(self, position: int, size: int) -> dict[str, Any]:
         """A row that `scan(remember=True)` has passed; any thread may ask."""
@@ -175,8 +182,13 @@ class ParquetRows:
                     size = 0
                     if self._spool is not None:
                         size = self._spool.write(pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL))
-                    yield Row(f"{self._file}: row {next(number)}", position, size, row)
+                    this = next(number)
+                    yield Row(self.place_of(this), this, position, size, row)
                     position += size
+
+    def place_of(self, number: int) -> str:
+        """The place of a row."""
+        return f"{self._file}: row {number}"
 
     def read(self, position: int, size: int) -> dict[str, Any]:
         """A row that `scan(remember=True)` has passed; any thread may ask, once the scan is over."""
@@ -203,3 +215,121 @@ def _object_of_line(line: bytes, place: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise UsageError(f"{place}: a {type(row).__name__}, but each line must be one JSON object")
     return row
+
+
+# ---- what a row holds
+
+
+def prompt_of(row: dict[str, Any], where: str, key: str) -> Any:
+    """The prompt of a row: a text, or messages.
+
+    Raises:
+        UsageError: it has none, or something else.
+    """
+    if key not in row:
+        raise UsageError(f"{where}: no key {key!r} (--input-key); the keys are {', '.join(map(repr, row)) or 'none'}")
+    prompt = row[key]
+    is_messages = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
+    if not is_messages and not (isinstance(prompt, str) and prompt):
+        raise UsageError(
+            f"{where}: {key!r} must be a text or a list of messages with a 'role', not {str(prompt)[:80]!r}"
+        )
+    return prompt
+
+
+def messages_of(row: dict[str, Any], where: str, key: str, kinds: dict[str, str]) -> list[dict[str, Any]]:
+    """The prompt of a row as messages, with what the row holds beside its text (`kinds`: --multimodal-keys).
+
+    Raises:
+        UsageError: there are more placeholders than things, or fewer; or images without --multimodal-keys.
+    """
+    prompt = prompt_of(row, where, key)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if kinds:
+        return with_parts(messages, row, kinds, where)
+    if image_parts(messages):
+        raise UsageError(
+            f"{where}: {key!r} has images, and without --multimodal-keys a run reads text alone; give "
+            '--multimodal-keys \'{"image": "<field of the images>"}\' and a model that sees images'
+        )
+    return messages
+
+
+def label_of(row: dict[str, Any], where: str, key: str) -> Any:
+    """The label of a row.
+
+    Raises:
+        UsageError: it has none.
+    """
+    if row.get(key) is None:
+        have = "it is null" if key in row else f"the keys are {', '.join(map(repr, row))}"
+        raise UsageError(f"{where}: no label under {key!r} (--label-key); {have}")
+    return row[key]
+
+
+def object_of(value: Any, where: str, key: str, *, kind: type) -> Any:
+    """A value that may be stored as JSON text (parquet files often do)."""
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except orjson.JSONDecodeError as error:
+            raise UsageError(f"{where}: {key!r} is a text that is no JSON ({error})") from error
+    if not isinstance(value, kind):
+        raise UsageError(f"{where}: {key!r} must be a JSON {kind.__name__}, not {str(value)[:80]!r}")
+    return value
+
+
+def metadata_of(row: dict[str, Any], where: str, key: str) -> dict[str, Any]:
+    """A copy of the metadata of a row; {} where it has none.
+
+    Raises:
+        UsageError: it is no object.
+    """
+    value = row.get(key)
+    return {} if value is None or value == "" else dict(object_of(value, where, key, kind=dict))
+
+
+def check_data_file(
+    path: str,
+    *,
+    prompt_key: str,
+    label_key: str | None = None,
+    metadata_key: str | None = None,
+    multimodal_keys: dict[str, str] | None = None,
+    skip_malformed: bool = False,
+) -> int:
+    """Read a whole data file once, before anything starts.
+
+    Args:
+        path: file, with an optional slice.
+        prompt_key, label_key, metadata_key: columns that every row must have; None = not looked at.
+        multimodal_keys: as many things as placeholders are in every row, and files of images are there.
+        skip_malformed: lines that are no JSON object are no error.
+
+    Returns:
+        The number of rows (after the slice).
+
+    Raises:
+        UsageError: missing or empty file, malformed line, missing prompt key (the message names the keys that exist),
+            missing label, or metadata that is no object.
+    """
+    count = 0
+    malformed: list[str] | None = [] if skip_malformed else None
+    for where, row in read_rows(path, malformed):
+        count += 1
+        messages = messages_of(row, where, prompt_key, multimodal_keys or {})
+        for part in image_parts(messages):
+            if missing := missing_image(part.get("image")):
+                raise UsageError(f"{where}: there is no image {missing}")
+        if label_key is not None:
+            label_of(row, where, label_key)
+        if metadata_key is not None:
+            metadata_of(row, where, metadata_key)
+    if not count:
+        raise UsageError(no_rows(path, malformed))
+    return count
+
+
+def no_rows(path: str, malformed: list[str] | None) -> str:
+    """What to say of a file without rows."""
+    return f"data file {path} has no rows" + (f" but {len(malformed)} malformed lines" if malformed else "")

@@ -1,0 +1,308 @@
+"""Prompts with images: the tokens that the trainer takes, those that the engine takes, and the proof that both agree.
+
+A processor puts as many tokens in the place of an image as the model makes vectors of it. The trainer's tokens
+(`Sample.tokens`) are these; an engine wants one token an image and does the same itself. How many tokens its prompt
+came to is in each of its answers, and must be the trainer's number: an engine that left an image out, or scaled it
+otherwise, would answer all the same.
+
+`Sample.image_spans` alone says which tokens are images: a model may write the token that stands for one, which is then
+a word to the engine and to the trainer. Its response ends there, because an engine that gets more such tokens than
+images never answers.
+
+Example: one image of three tokens (id 9) between two words, and a response of one token::
+
+    tokens      = [5, 9, 9, 9, 6, 21]
+    image_spans = [[1, 3]]
+    engine_ids  = [5, 9, 6, 21]
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from slime.processes.wait import DaemonThreads
+from slime.utils.errors import UsageError
+from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine, encode_text
+from slime.utils.types import Sample
+
+T = TypeVar("T")
+_NOT_PIXELS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
+_KEPT_PROMPTS, _KEPT_IMAGES = 32, 256
+_threads = DaemonThreads("processor", 8)
+
+
+@dataclass(frozen=True)
+class ImagePrompt:
+    """What a processor made of a text and its images.
+
+    Attributes:
+        tokens: with all tokens of each image.
+        spans: [start, length] of each image in `tokens`.
+        inputs: arrays for the model's forward pass, by the processor's names; None without images.
+    """
+
+    tokens: list[int]
+    spans: list[list[int]]
+    inputs: dict[str, np.ndarray] | None
+
+
+def image_token_id(processor: Any) -> int:
+    """The id of the token that stands for (a part of) an image.
+
+    Raises:
+        UsageError: the processor does not say.
+    """
+    found = getattr(processor, "image_token_id", None)
+    if found is None and (token := getattr(processor, "image_token", None)):
+        found = processor.tokenizer.convert_tokens_to_ids(token)
+    if not isinstance(found, int):
+        raise UsageError(
+            f"{type(processor).__name__} does not name a token of images, so none can be put into a prompt"
+        )
+    return found
+
+
+def read_prompt(processor: Any, tokenizer: Any, text: str, images: Sequence[Any]) -> ImagePrompt:
+    """Let the processor read a text and its images, once for all that needs either.
+
+    Args:
+        processor: of the checkpoint.
+        tokenizer: of the checkpoint; its tokens of the text are those that the engine gets.
+        text: with one placeholder for each image.
+        images: of PIL, in the order of their placeholders.
+
+    Raises:
+        UsageError: there are more placeholders than images or fewer, or the processor writes other tokens around an
+            image than the text has, which the engine's need not.
+    """
+    plain, image = encode_text(tokenizer, text), image_token_id(processor)
+    if plain.count(image) != len(images):
+        raise UsageError(
+            f"the prompt has {plain.count(image)} tokens that stand for an image and {len(images)} images; does its "
+            f"text, or the chat template, hold {tokenizer.decode([image])!r} by itself, or leave an image out? "
+            f"{text[:80]!r}"
+        )
+    if not images:
+        return ImagePrompt(plain, [], None)
+    outputs = dict(processor(text=[text], **build_processor_kwargs({"images": list(images)})))
+    whole = [int(token) for token in outputs["input_ids"][0]]
+    inputs = {name: np.asarray(value) for name, value in outputs.items() if name not in _NOT_PIXELS}
+    tokens, spans = expand(plain, _counts(processor, inputs, whole.count(image), len(images)), image)
+    if tokens != whole:
+        raise UsageError(
+            f"{type(processor).__name__} makes other tokens of a prompt with images than those of its text and the "
+            f"token {image} for each part of an image, which an engine need not do alike; the images of this model "
+            "are not supported"
+        )
+    return ImagePrompt(tokens, spans, inputs)
+
+
+def _counts(processor: Any, inputs: dict[str, np.ndarray], num_tokens: int, num_images: int) -> list[int]:
+    """Tokens of each image."""
+    grids = inputs.get("image_grid_thw")
+    if grids is None:
+        return [num_tokens // num_images] * num_images  # a fixed number, or `read_prompt` finds that it is not
+    merged = getattr(processor.image_processor, "merge_size", 1) ** 2
+    return [int(count) // merged for count in grids.prod(1)]
+
+
+def expand(tokens: Sequence[int], counts: Sequence[int], image: int) -> tuple[list[int], list[list[int]]]:
+    """Put `counts[i]` tokens in the place of the token of the i-th image.
+
+    Returns:
+        (the tokens, [start, length] of each image in them).
+
+    Example:
+        >>> expand([5, 9, 6, 9], [3, 1], 9)
+        ([5, 9, 9, 9, 6, 9], [[1, 3], [5, 1]])
+    """
+    found: list[int] = []
+    spans: list[list[int]] = []
+    for token in tokens:
+        count = counts[len(spans)] if token == image else 1
+        if token == image:
+            spans.append([len(found), count])
+        found += [token] * count
+    return found, spans
+
+
+def engine_ids(sample: Sample) -> list[int]:
+    """The tokens of a sample as an engine takes them: one for each image.
+
+    Raises:
+        ValueError: the token of images stands where no image is; the engine would wait for one for ever.
+    """
+    spans = sample.image_spans
+    if not spans:
+        return sample.tokens
+    image, kept, end = sample.tokens[spans[0][0]], [], 0
+    for start, length in spans:
+        kept += sample.tokens[end : start + 1]
+        end = start + length
+    kept += sample.tokens[end:]
+    if kept.count(image) != len(spans):
+        raise ValueError(
+            f"the model wrote {kept.count(image) - len(spans)} times the token {image}, which stands for an image, "
+            "and an engine cannot go on from there; leave --rollout-ignore-eos out, so that a response ends with it"
+        )
+    return kept
+
+
+def with_image_stop(sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any]:
+    """Let a response end where the model writes the token of images. Its log-prob stays that of the policy."""
+    if not sample.image_spans:
+        return sampling_params
+    image = sample.tokens[sample.image_spans[0][0]]
+    return {**sampling_params, "stop_token_ids": [*(sampling_params.get("stop_token_ids") or []), image]}
+
+
+def check_count(sample: Sample, meta_info: dict[str, Any]) -> None:
+    """The engine saw as many prompt tokens as the trainer will.
+
+    Raises:
+        RuntimeError: it did not; the images are named by their sizes.
+    """
+    seen = meta_info.get("prompt_tokens")
+    if not sample.image_spans or seen == len(sample.tokens) or (seen == 0 and not meta_info.get("completion_tokens")):
+        return
+    images = (sample.multimodal_inputs or {}).get("images") or []
+    sizes = [
+        f"image {number} ({picture.width} x {picture.height}) {length}"
+        for number, (picture, (_, length)) in enumerate(zip(images, sample.image_spans, strict=True), start=1)
+    ]
+    raise RuntimeError(
+        f"the engine saw {seen} prompt tokens of sample {sample.index} and its images are {len(sample.tokens)} with "
+        f"the processor of --hf-checkpoint, {', '.join(sizes)} of them; it left an image out or scaled it otherwise, "
+        "so its tokens cannot be trained on. Does the engine serve the same preprocessor_config.json?"
+    )
+
+
+# ---- once for each prompt, not for each of its samples
+
+
+class _Recent(Generic[T]):
+    """What was made of objects, which are told apart by identity; the oldest are forgotten."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._made: OrderedDict[Any, tuple[Any, T]] = OrderedDict()
+
+    def get(self, thing: Any, key: Any, make: Callable[[], T]) -> T:
+        """What `make` made of a thing; `key` says what else it depends on."""
+        place = (id(thing), key)
+        if place not in self._made:
+            self._made[place] = (thing, make())  # the thing stays, so that no other gets its id
+            if len(self._made) > self._most:
+                self._made.popitem(last=False)
+        self._made.move_to_end(place)
+        return self._made[place][1]
+
+    def forget(self, thing: Any, key: Any) -> None:
+        """Make it anew next time."""
+        self._made.pop((id(thing), key), None)
+
+
+_prompts: _Recent[asyncio.Future[ImagePrompt]] = _Recent(_KEPT_PROMPTS)
+_uris: _Recent[str] = _Recent(_KEPT_IMAGES)
+
+
+async def read_prompt_once(processor: Any, tokenizer: Any, text: str, images: list[Any]) -> ImagePrompt:
+    """`read_prompt` in a thread; the samples of a prompt, which share the list of its images, share the result."""
+    key = (text, id(asyncio.get_running_loop()))
+
+    def start() -> asyncio.Future[ImagePrompt]:
+        return asyncio.ensure_future(_threads.run(partial(read_prompt, processor, tokenizer, text, images)))
+
+    reading = _prompts.get(images, key, start)
+    try:
+        return await asyncio.shield(reading)
+    finally:
+        if reading.cancelled() or (reading.done() and reading.exception()):
+            _prompts.forget(images, key)
+
+
+def has_images(sample: Sample) -> bool:
+    """Whether there is something besides text."""
+    return any((sample.multimodal_inputs or {}).values())
+
+
+async def set_prompt(sample: Sample, state: Any, text: str) -> None:
+    """Set the tokens of a sample that has none to those of a text and of the sample's images.
+
+    Args:
+        state: its `tokenizer`, and its `processor`, which is loaded where there are images.
+    """
+    images = (sample.multimodal_inputs or {}).get("images") or []
+    if not images:
+        sample.tokens = encode_text(state.tokenizer, text)
+        return
+    prompt = await read_prompt_once(state.processor, state.tokenizer, text, images)
+    sample.tokens, sample.image_spans = list(prompt.tokens), [list(span) for span in prompt.spans] or None
+    sample.multimodal_train_inputs = prompt.inputs
+
+
+def find_images(sample: Sample, processor: Any) -> None:
+    """Set the spans of a sample whose tokens and inputs user code took from the processor: those of its prompt."""
+    inputs = {name: np.asarray(value) for name, value in (sample.multimodal_train_inputs or {}).items()}
+    end = len(sample.tokens) - sample.response_length
+    image = image_token_id(processor)
+    counts = _counts(processor, inputs, sample.tokens[:end].count(image), len(inputs.get("image_grid_thw", [0])))
+    places = [i for i, token in enumerate(sample.tokens[:end]) if token == image]
+    starts = [sum(counts[:number]) for number in range(len(counts))]
+    sample.image_spans = [[places[i], n] for i, n in zip(starts, counts, strict=True) if i < len(places)]
+    sample.multimodal_train_inputs = inputs
+
+
+def image_data(sample: Sample) -> list[str]:
+    """The images of a sample as an engine takes them: data URIs of PNG files, which lose nothing."""
+    images = (sample.multimodal_inputs or {}).get("images") or []
+    return [_uris.get(image, None, partial(encode_image_for_rollout_engine, image)) for image in images]
+
+
+def add_images(sample: Sample, tokens: Sequence[int], added: ImagePrompt, images: Sequence[Any]) -> None:
+    """Give a sample the images of what is about to be appended (a tool's answer).
+
+    Args:
+        sample: the lists and arrays of others that share its prompt stay as they are.
+        tokens: of the sample before.
+        added: what is appended, with its images.
+        images: of PIL.
+    """
+    if not images:
+        return
+    before = len(tokens)
+    sample.image_spans = [*(sample.image_spans or []), *([before + start, length] for start, length in added.spans)]
+    old = sample.multimodal_inputs or {}
+    sample.multimodal_inputs = {**old, "images": [*(old.get("images") or []), *images]}
+    new, known = added.inputs or {}, sample.multimodal_train_inputs
+    sample.multimodal_train_inputs = (
+        new if known is None else {name: np.concatenate([known[name], value]) for name, value in new.items()}
+    )
+
+
+def image_problem(sample: Sample) -> str | None:
+    """What does not fit between a sample's images, its tokens and what the processor made of them."""
+    spans, inputs = sample.image_spans or [], sample.multimodal_train_inputs
+    images = (sample.multimodal_inputs or {}).get("images") or []
+    if inputs is not None and not isinstance(inputs, dict):
+        return f"multimodal_train_inputs of the type {type(inputs).__name__}; it must be a dict"
+    if len(spans) != len(images) or bool(spans) != bool(inputs):
+        return (
+            f"{len(images)} images (multimodal_inputs), {len(spans)} image_spans and "
+            f"{'no ' if not inputs else ''}multimodal_train_inputs; slime.rollout.sampling.images.set_prompt sets all"
+        )
+    end, image = 0, sample.tokens[spans[0][0]] if spans and spans[0][0] < len(sample.tokens) else None
+    for start, length in spans:
+        if start < end or length < 1 or sample.tokens[start : start + length] != [image] * length:
+            return (
+                f"image_spans {spans}, where the tokens are not all of one image; [start, length] of each are wanted"
+            )
+        end = start + length
+    return None

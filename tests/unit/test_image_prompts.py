@@ -1,0 +1,176 @@
+"""Prompts with images (slime.rollout.sampling.images): two lists of tokens, their proof, and what does not fit."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from slime.rollout.hooks.sample_errors import sample_problem
+from slime.rollout.sampling.images import (
+    ImagePrompt,
+    add_images,
+    check_count,
+    engine_ids,
+    find_images,
+    read_prompt,
+    with_image_stop,
+)
+from slime.rollout.train_data import samples_to_train_data
+from slime.utils.errors import UsageError
+from slime.utils.train_data import flatten_columns, restore_columns
+from slime.utils.types import Sample
+from tests.unit.rollout_fakes import LetterTokenizer, rollout_args
+
+IMAGE = ord("I")
+
+
+def picture(width: int = 4) -> Any:
+    return Image.new("RGB", (width, 2))
+
+
+class Processor:
+    """Of each image a token for every column of its pixels; `around` is written before an image."""
+
+    image_token_id = IMAGE
+
+    def __init__(self, around: str = "") -> None:
+        self.around, self.image_processor = around, SimpleNamespace(merge_size=2)
+
+    def __call__(self, text: list[str], images: list[Any], return_tensors: str) -> dict[str, Any]:
+        widths = iter(images)
+        whole = "".join(self.around + "I" * next(widths).width if c == "I" else c for c in text[0])
+        return {
+            "input_ids": [[ord(c) for c in whole]],
+            "attention_mask": [[1] * len(whole)],
+            "mm_token_type_ids": [[int(c == "I") for c in whole]],
+            "pixel_values": np.ones((sum(4 * image.width for image in images), 3), np.float32),
+            "image_grid_thw": np.array([[1, 4, image.width] for image in images]),
+        }
+
+
+def a_sample(**changes: Any) -> Sample:
+    """A prompt "aIIIIb" with one image, and a response of two tokens."""
+    prompt = read_prompt(Processor(), LetterTokenizer(), "aIb", [picture()])
+    values: dict[str, Any] = {
+        "index": 3,
+        "prompt": "aIb",
+        "tokens": [*prompt.tokens, 50, 51],
+        "response_length": 2,
+        "rollout_log_probs": [-0.5, -0.25],
+        "image_spans": prompt.spans,
+        "multimodal_train_inputs": prompt.inputs,
+        "multimodal_inputs": {"images": [picture()], "videos": None},
+        "status": Sample.Status.COMPLETED,
+    }
+    return Sample(**(values | changes))
+
+
+def test_the_trainer_has_all_tokens_of_an_image_and_the_engine_one() -> None:
+    prompt = read_prompt(Processor(), LetterTokenizer(), "aIbII", [picture(4), picture(1), picture(2)])
+    assert prompt.tokens == [ord(c) for c in "aIIIIbIII"]
+    assert prompt.spans == [[1, 4], [6, 1], [7, 2]], "neighbours are told apart by their sizes"
+    assert prompt.inputs is not None and prompt.inputs.keys() == {"pixel_values", "image_grid_thw"}
+    sample = Sample(tokens=[*prompt.tokens, 50], image_spans=prompt.spans, response_length=1)
+    assert engine_ids(sample) == [*(ord(c) for c in "aIbII"), 50]
+    text = read_prompt(Processor(), LetterTokenizer(), "ab", [])
+    assert text == ImagePrompt([ord("a"), ord("b")], [], None)
+
+
+@pytest.mark.parametrize(("text", "images"), [("aIbI", 1), ("ab", 1), ("aI", 2)])
+def test_a_prompt_has_as_many_places_as_images(text: str, images: int) -> None:
+    reason = f"{text.count('I')} tokens that stand for an image and {images} images"
+    with pytest.raises(UsageError, match=reason):
+        read_prompt(Processor(), LetterTokenizer(), text, [picture()] * images)
+
+
+def test_a_processor_that_writes_more_than_tokens_of_images_is_refused() -> None:
+    with pytest.raises(UsageError, match="Processor makes other tokens of a prompt with images"):
+        read_prompt(Processor(around="\n"), LetterTokenizer(), "aIb", [picture()])
+
+
+def test_a_response_ends_with_a_token_of_images_and_never_goes_on_from_one() -> None:
+    sample = a_sample()
+    assert with_image_stop(sample, {"stop_token_ids": [7], "top_k": 1}) == {"stop_token_ids": [7, IMAGE], "top_k": 1}
+    params = {"max_new_tokens": 5}
+    assert with_image_stop(Sample(tokens=[1]), params) is params
+    sample.tokens[-1] = IMAGE  # a word: it is trained, as the last token
+    assert sample_problem(rollout_args(), sample) is None
+    with pytest.raises(ValueError, match=f"the model wrote 1 times the token {IMAGE}, which stands for an image"):
+        engine_ids(sample)
+
+
+def test_an_engine_that_saw_another_number_of_tokens_is_an_error_that_names_sample_and_image() -> None:
+    sample = a_sample(tokens=[ord(c) for c in "aIIIIb"], response_length=0)
+    check_count(sample, {"prompt_tokens": 6, "completion_tokens": 2})
+    check_count(sample, {"prompt_tokens": 0, "completion_tokens": 0})  # it was aborted before it was read
+    check_count(Sample(tokens=[1, 2]), {"prompt_tokens": 5})
+    reason = r"the engine saw 3 prompt tokens of sample 3 and .* 6 .*image 1 \(4 x 2\) 4 of them"
+    with pytest.raises(RuntimeError, match=reason):
+        check_count(sample, {"prompt_tokens": 3, "completion_tokens": 2})
+
+
+def test_arrays_of_a_prompt_travel_once_and_samples_without_images_have_none() -> None:
+    inputs = {"pixel_values": np.ones((500, 3), np.float32), "image_grid_thw": np.array([[1, 4, 4]])}
+    first, text = (
+        a_sample(multimodal_train_inputs=inputs),
+        Sample(index=5, tokens=[1, 2], response_length=1, rollout_log_probs=[-1.0]),
+    )
+    second = a_sample(index=4, multimodal_train_inputs=dict(inputs))
+    data = samples_to_train_data([first, second, text], [0.0] * 3, [0.0] * 3)
+    assert data["image_spans"] == [[[1, 4]], [[1, 4]], []]
+    assert data["multimodal_train_inputs"][2] is None
+    there: Any = restore_columns(pickle.loads(pickle.dumps(flatten_columns(data))))
+    one, two, _ = there["multimodal_train_inputs"]
+    assert one["pixel_values"] is two["pixel_values"]
+    size = len(pickle.dumps(flatten_columns(data)))
+    alone = len(pickle.dumps(flatten_columns(samples_to_train_data([first], [0.0], [0.0]))))
+    assert size - alone < inputs["pixel_values"].nbytes / 2
+    without = samples_to_train_data([text], [0.0], [0.0])
+    assert "image_spans" not in without and "multimodal_train_inputs" not in without
+
+
+def test_images_of_a_sample_that_user_code_tokenised_are_found_in_its_prompt() -> None:
+    prompt = read_prompt(Processor(), LetterTokenizer(), "aIIb", [picture(4), picture(2)])
+    inputs = {name: torch.from_numpy(value) for name, value in (prompt.inputs or {}).items()}
+    sample = a_sample(tokens=[*prompt.tokens, IMAGE, 51], image_spans=None, multimodal_train_inputs=inputs)
+    sample.multimodal_inputs = {"images": [picture(4), picture(2)]}
+    find_images(sample, Processor())
+    assert sample.image_spans == [[1, 4], [5, 2]] and sample_problem(rollout_args(), sample) is None
+    assert sample.multimodal_train_inputs is not None
+    assert isinstance(sample.multimodal_train_inputs["pixel_values"], np.ndarray)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"image_spans": None}, "1 images (multimodal_inputs), 0 image_spans and multimodal_train_inputs"),
+        ({"multimodal_train_inputs": None}, "1 image_spans and no multimodal_train_inputs"),
+        ({"multimodal_inputs": None}, "0 images (multimodal_inputs), 1 image_spans"),
+        ({"multimodal_train_inputs": [1]}, "multimodal_train_inputs of the type list; it must be a dict"),
+        ({"image_spans": [[1, 5]]}, "image_spans [[1, 5]], where the tokens are not all of one image"),
+        ({"image_spans": [[40, 5]]}, "image_spans [[40, 5]], where the tokens are not all of one image"),
+    ],
+)
+def test_a_sample_whose_images_do_not_fit_its_tokens_is_refused(changes: dict[str, Any], problem: str) -> None:
+    assert problem in (sample_problem(rollout_args(), a_sample(**changes)) or "")
+    assert sample_problem(rollout_args(), a_sample()) is None
+
+
+def test_images_that_come_later_are_added_without_touching_those_of_other_samples() -> None:
+    sample, other = a_sample(), a_sample()
+    other.multimodal_inputs, other.multimodal_train_inputs = sample.multimodal_inputs, sample.multimodal_train_inputs
+    added = read_prompt(Processor(), LetterTokenizer(), "cI", [picture(2)])
+    add_images(sample, sample.tokens, added, [picture(2)])
+    sample.append_response_tokens(tokens=added.tokens, trainable=False)
+    assert sample.image_spans == [[1, 4], [9, 2]]
+    assert engine_ids(sample) == [*(ord(c) for c in "aIb"), 50, 51, *(ord(c) for c in "cI")]
+    assert sample_problem(rollout_args(), sample) is None and sample_problem(rollout_args(), other) is None
+    assert sample.multimodal_train_inputs is not None and other.multimodal_train_inputs is not None
+    grids = [s["image_grid_thw"].tolist() for s in (sample.multimodal_train_inputs, other.multimodal_train_inputs)]
+    assert grids == [[[1, 4, 4], [1, 4, 2]], [[1, 4, 4]]]
