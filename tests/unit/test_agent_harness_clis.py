@@ -34,7 +34,7 @@ PIP = "mini-swe-agent==2.4.6"
 WRITE = "echo $((12 * 12)) > answer.txt; cat answer.txt"
 SMALL = "--bare --system-prompt 'You work in a shell.' --tools Bash"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the installers take minutes
 
 
 @pytest.fixture(scope="module")
