@@ -1,7 +1,18 @@
 """Advantages of one rank's share of a rollout, from its rewards and log-probabilities, before training on it.
 
-It adds the columns `kl`, `advantages` and `returns`, and with a teacher `opd_reverse_kl`. The baseline of a group is
-subtracted before (slime.rollout.train_data), and log-probs are columns already.
+`Advantages` adds the columns `kl`, `advantages` and `returns`, and with a teacher `opd_reverse_kl`. The baseline of a
+group is subtracted before (slime.rollout.train_data), and log-probs are columns already. What makes values of tokens
+of a response's reward is in `RETURNS`, by the name that an estimator's row gives: pure functions over ragged lists of
+tensors. A masked token (tool output, template) is not an action of the policy: it is skipped, as if its neighbours
+followed each other, has the value 0 where an estimator goes token by token, and takes no part in discounting or
+whitening.
+
+Generalised advantage estimation (arXiv 1506.02438), with r_t and V_t of the trained tokens of one response, and 0
+after the last:
+
+    delta_t = r_t + gamma V_(t+1) - V_t
+    A_t = delta_t + gamma lambd A_(t+1)        the advantage of the policy
+    R_t = A_t + V_t                            what the critic should have said
 """
 
 from __future__ import annotations
@@ -13,16 +24,281 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from slime.algorithms.aggregation import zero_masked
 from slime.algorithms.estimators import ESTIMATORS, Estimator
-from slime.algorithms.losses import compute_approx_kl
-from slime.algorithms.returns import RETURNS, get_advantages_and_returns_batch, get_token_rewards, whiten
+from slime.algorithms.losses import compute_approx_kl, zero_masked
 from slime.plugins import function_of
 from slime.utils.misc import hook_args, load_function
 from slime.utils.train_data import RolloutBatch
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+
+Tensors = Sequence[torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
+VARIANCE_EPSILON = 1e-8
+
+
+def get_grpo_returns(rewards: torch.Tensor, kl: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Every token of a response gets the response's reward.
+
+    Args:
+        rewards: [S], already normalised within each group.
+        kl: per sample [R]; only its shape is used.
+
+    Returns:
+        Per sample [R], float32; views of one tensor.
+    """
+    lengths = [len(sample) for sample in kl]
+    repeats = torch.tensor(lengths, device=rewards.device)
+    return list(torch.repeat_interleave(rewards.float(), repeats, output_size=sum(lengths)).split(lengths))
+
+
+def get_reinforce_plus_plus_returns(
+    rewards: torch.Tensor,
+    kl: Sequence[torch.Tensor],
+    loss_masks: Sequence[torch.Tensor],
+    kl_coef: float,
+    gamma: float,
+) -> list[torch.Tensor]:
+    """REINFORCE++ (arXiv 2501.03262): discounted returns of r_t = -kl_coef * kl_t, plus the reward on the last token.
+
+    Tokens are the trained ones, so the reward is on the last trained token; a fully masked sample gets zeros.
+
+    Args:
+        rewards: [S].
+        kl: per sample [R].
+        loss_masks: per sample [R], 1 = trained.
+        kl_coef: weight of the KL penalty.
+        gamma: discount per trained token.
+
+    Returns:
+        Per sample [R], float32.
+    """
+    returns = []
+    for reward, sample_kl, mask in zip(rewards, kl, loss_masks, strict=True):
+        trained = mask.bool()
+        token_rewards = -kl_coef * sample_kl[trained].float()
+        of_sample = torch.zeros_like(sample_kl, dtype=torch.float32)
+        if len(token_rewards):
+            token_rewards[-1] += reward
+            of_sample[trained] = chunked_discounted_returns(token_rewards, gamma)
+        returns.append(of_sample)
+    return returns
+
+
+def get_reinforce_plus_plus_baseline_advantages(
+    rewards: torch.Tensor, kl: Sequence[torch.Tensor], loss_masks: Sequence[torch.Tensor], kl_coef: float
+) -> list[torch.Tensor]:
+    """REINFORCE++ with the group's mean as baseline (same paper): A_t = (r - mean of the group) - kl_coef * kl_t.
+
+    Args:
+        rewards: [S], the group's mean subtracted.
+        kl: per sample [R].
+        loss_masks: per sample [R], 1 = trained; masked tokens get 0.
+        kl_coef: weight of the KL penalty.
+    """
+    return [
+        torch.where(mask.bool(), reward.float() - kl_coef * sample_kl.float(), 0.0)
+        for reward, sample_kl, mask in zip(rewards, kl, loss_masks, strict=True)
+    ]
+
+
+def chunked_discounted_returns(rewards: torch.Tensor, discount: float, chunk_size: int = 128) -> torch.Tensor:
+    """G_t = r_t + discount * G_(t+1), over the last dimension, a chunk of steps per matrix product.
+
+    Args:
+        rewards: [..., T].
+        discount: between 0 and 1.
+        chunk_size: steps of a chunk; the result does not depend on it.
+    """
+    # float64: over 100,000 steps float32 rounding adds up to more than 1e-5, and matrix products may run in tf32.
+    exact = rewards.double()
+    returns = torch.empty_like(exact)
+    carry = exact.new_zeros(exact.shape[:-1])
+    power = torch.arange(chunk_size, device=rewards.device)
+    exponent = power[:, None] - power[None, :]
+    # [j, i] = discount^(j - i): what the reward of step j is worth at step i <= j
+    weights = torch.where(exponent >= 0, discount ** exponent.clamp(min=0).double(), 0)
+    for end in range(rewards.shape[-1], 0, -chunk_size):
+        start = max(end - chunk_size, 0)
+        size = end - start
+        later = carry[..., None] * discount ** (size - power[:size]).double()
+        returns[..., start:end] = exact[..., start:end] @ weights[:size, :size] + later
+        carry = returns[..., start]
+    return returns.to(rewards.dtype)
+
+
+RETURNS: dict[str, Callable[[torch.Tensor, Tensors, Tensors, float, float], list[torch.Tensor]]] = {
+    "broadcast": lambda rewards, kl, loss_masks, kl_coef, gamma: get_grpo_returns(rewards, kl),
+    "discounted": get_reinforce_plus_plus_returns,
+    "minus_kl": lambda rewards, kl, loss_masks, kl_coef, gamma: get_reinforce_plus_plus_baseline_advantages(
+        rewards, kl, loss_masks, kl_coef
+    ),
+}
+"""Name -> fn(rewards [S], kl [S][R], loss masks [S][R], kl_coef, gamma) -> return of each token [S][R], which is its
+advantage too. "gae" is not here: it needs the values of a critic (`get_advantages_and_returns_batch`)."""
+
+
+# ---- generalised advantage estimation
+
+
+def vanilla_gae(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lambd: float) -> Pair:
+    """GAE as it is written, a step at a time.
+
+    Args:
+        rewards: [..., T] of each token.
+        values: [..., T], V before each token.
+        gamma: discount per token.
+        lambd: 1 = returns minus values, 0 = the critic's one-step errors.
+
+    Returns:
+        advantages and returns, [..., T].
+    """
+    deltas = _deltas(rewards, values, gamma)
+    advantages = torch.empty_like(deltas)
+    later = deltas.new_zeros(deltas.shape[:-1])
+    for t in reversed(range(deltas.shape[-1])):
+        later = deltas[..., t] + gamma * lambd * later
+        advantages[..., t] = later
+    return _rounded(advantages, values)
+
+
+def chunked_gae(
+    rewards: torch.Tensor, values: torch.Tensor, gamma: float, lambd: float, chunk_size: int = 128
+) -> Pair:
+    """The same numbers as `vanilla_gae`, a chunk of steps per matrix product: for long responses."""
+    advantages = chunked_discounted_returns(_deltas(rewards, values, gamma), gamma * lambd, chunk_size)
+    return _rounded(advantages, values)
+
+
+def _rounded(advantages: torch.Tensor, values: torch.Tensor) -> Pair:
+    return advantages.to(values.dtype), (advantages + values).to(values.dtype)
+
+
+def _deltas(rewards: torch.Tensor, values: torch.Tensor, gamma: float) -> torch.Tensor:
+    # float64: what is rounded here adds up over the steps.
+    following = torch.cat([values[..., 1:], torch.zeros_like(values[..., :1])], dim=-1).double()
+    return rewards + gamma * following - values
+
+
+def get_token_rewards(
+    rewards: torch.Tensor, kl: Sequence[torch.Tensor], loss_masks: Sequence[torch.Tensor], kl_coef: float
+) -> list[torch.Tensor]:
+    """r_t = -kl_coef * kl_t, plus the response's reward on its last trained token; masked tokens have 0.
+
+    Args:
+        rewards: [S].
+        kl: per sample [R].
+        loss_masks: per sample [R], 1 = trained; the reward of a fully masked sample is nowhere.
+        kl_coef: weight of the KL penalty.
+
+    Returns:
+        Per sample [R], float32.
+    """
+    result = []
+    for reward, sample_kl, mask in zip(rewards, kl, loss_masks, strict=True):
+        trained = mask.bool().nonzero()[:, 0]
+        of_sample = torch.zeros_like(sample_kl, dtype=torch.float32)
+        of_sample[trained] = -kl_coef * sample_kl[trained].float()
+        of_sample[trained[-1:]] += reward.float()
+        result.append(of_sample)
+    return result
+
+
+def get_advantages_and_returns_batch(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    values_list: Sequence[torch.Tensor],
+    rewards_list: Sequence[torch.Tensor],
+    gamma: float,
+    lambd: float,
+    chunked: bool = True,
+    *,
+    loss_masks: Sequence[torch.Tensor] | None = None,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """GAE of many responses at once.
+
+    Args:
+        total_lengths: [S] prompt + R.
+        response_lengths: [S] R.
+        values_list: per sample [R], V before each token.
+        rewards_list: per sample [R], of each token.
+        gamma: discount per trained token.
+        lambd: of GAE.
+        chunked: a chunk of steps per matrix product; False = a step at a time.
+        loss_masks: per sample [R], 1 = trained; others are skipped, with advantage and return 0. None = all trained.
+
+    Returns:
+        advantages and returns, per sample [R], float32.
+
+    Raises:
+        ValueError: lengths that do not match.
+    """
+    if loss_masks is None:
+        loss_masks = [torch.ones_like(rewards) for rewards in rewards_list]
+    columns = (values_list, rewards_list, loss_masks)
+    for total, response, *of_sample in zip(total_lengths, response_lengths, *columns, strict=True):
+        found = [len(column) for column in of_sample]
+        if any(length != response for length in found) or response > total:
+            raise ValueError(
+                f"a response of {response} tokens in a sample of {total} has {found} values, rewards and mask entries"
+            )
+    masks = [mask.bool() for mask in loss_masks]
+    longest = max(int(mask.sum()) for mask in masks)
+    # trained tokens side by side, one sample a row; the zeros behind a short one change nothing before them
+    values, rewards = (values_list[0].new_zeros(len(masks), longest, dtype=torch.float32) for _ in range(2))
+    for row, (mask, of_values, of_rewards) in enumerate(zip(masks, values_list, rewards_list, strict=True)):
+        count = int(mask.sum())
+        values[row, :count], rewards[row, :count] = of_values[mask].float(), of_rewards[mask].float()
+    gae = chunked_gae if chunked else vanilla_gae
+    advantages, returns = (_scattered(packed, masks) for packed in gae(rewards, values, gamma, lambd))
+    return advantages, returns
+
+
+def _scattered(packed: torch.Tensor, masks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """[S, trained tokens] back to their places in the responses, 0 elsewhere."""
+    result = []
+    for row, mask in zip(packed, masks, strict=True):
+        of_sample = row.new_zeros(len(mask))
+        of_sample[mask] = row[: int(mask.sum())]
+        result.append(of_sample)
+    return result
+
+
+# ---- whitening
+
+
+def whiten(
+    values: Sequence[torch.Tensor], loss_masks: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
+    """(x - mean) / sqrt(variance + 1e-8), mean and (unbiased) variance over the trained tokens of all ranks.
+
+    Every rank of the group must call it, also one without a trained token. Sums are float64 and in two passes, so that
+    values far from 0 lose nothing.
+
+    Args:
+        values: per sample [R].
+        loss_masks: per sample [R], 1 = counts; masked tokens become 0.
+        group: data-parallel x context-parallel ranks; None = this rank alone.
+
+    Returns:
+        Per sample [R], float32.
+    """
+    lengths = [len(value) for value in values]
+    nothing = torch.zeros(0)  # of a rank without samples
+    x, mask = torch.cat([*values] or [nothing]).double(), torch.cat([*loss_masks] or [nothing]).bool()
+    x = torch.where(mask, x, 0)  # a masked token may hold anything
+    count, total = _sum_over(torch.stack([mask.sum().double(), x.sum()]), group)
+    centred = torch.where(mask, x - total / count.clamp(min=1), 0)
+    (squares,) = _sum_over(centred.square().sum()[None], group)
+    variance = squares / (count - 1).clamp(min=1)
+    return list((centred * (variance + VARIANCE_EPSILON).rsqrt()).float().split(lengths))
+
+
+def _sum_over(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    if group is not None and group.size() > 1:
+        dist.all_reduce(values, group=group)
+    return values
 
 
 @dataclass(frozen=True)

@@ -25,15 +25,18 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
-from slime.algorithms.aggregation import Aggregation, Masks, Reducer, zero_masked
 from slime.algorithms.estimators import ESTIMATORS, Estimator
 from slime.algorithms.losses import (
     LOSSES,
+    Aggregation,
     Clip,
+    Masks,
+    Reducer,
     clamp_log_ratio,
     compute_approx_kl,
     compute_gspo_kl,
     compute_opsm_mask,
+    zero_masked,
 )
 from slime.plugins import function_of
 from slime.utils.misc import hook_args, load_function

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from slime.algorithms.baselines import overlong_metrics, overlong_penalties
+from slime.algorithms.estimators import overlong_metrics, overlong_penalties
 from slime.config.args import Args
 from slime.observability import logging_utils
 from slime.observability.metric_utils import (

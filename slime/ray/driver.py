@@ -187,7 +187,7 @@ def check_plan(args: Args) -> None:
     )
     plan = make_plan(args, facts)
     if not plan.does_fit:
-        from slime.plan.rows import read_rows_of  # with a tokenizer
+        from slime.plan.render import read_rows_of  # with a tokenizer
 
         plan = make_plan(args, dataclasses.replace(facts, data=read_rows_of(args)[0]))
     found = misfits(plan.fit)
@@ -292,7 +292,7 @@ def adapted_linears(args: Args) -> tuple[str, ...]:
 
 def gather_facts(args: Args, refused: list[str], warnings: list[str], lacking: Sequence[str] = ()) -> Facts:
     """Everything that the plan needs and that is not in the flags; `lacking` is what only a run needs."""
-    from slime.plan.rows import read_rows_of  # with a tokenizer
+    from slime.plan.render import read_rows_of  # with a tokenizer
 
     data, rows, missing = read_rows_of(args)
     missing += lacking

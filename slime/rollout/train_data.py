@@ -29,8 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.algorithms.baselines import BASELINES, GREEDY_REWARD, Baseline, group_mean, overlong_penalties
-from slime.algorithms.estimators import ESTIMATORS
+from slime.algorithms.estimators import BASELINES, ESTIMATORS, GREEDY_REWARD, Baseline, group_mean, overlong_penalties
 from slime.config.args import Args
 from slime.plugins import function_of
 from slime.rollout.hooks.errors import blame_hook, hook_name

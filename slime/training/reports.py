@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime.algorithms.aggregation import token_weights, weighted_sum
+from slime.algorithms.losses import token_weights, weighted_sum
 from slime.checkpoints.rollout_files import DIRECTORY, KeepRule, save_dump, trainer_path, write_tables
 from slime.config.args import Args
 from slime.observability.rollout_records.recorder import RecordWriter, index_of

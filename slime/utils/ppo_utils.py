@@ -6,16 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slime.algorithms import log_probs, losses, returns
-from slime.algorithms.losses import (
-    KlController,
-    clamp_log_ratio,
-    compute_approx_kl,
-    compute_cispo_loss,
-    compute_gspo_kl,
-    compute_policy_loss,
-)
-from slime.algorithms.returns import (
+from slime.algorithms import advantages, log_probs, losses
+from slime.algorithms.advantages import (
     Tensors,
     chunked_discounted_returns,
     chunked_gae,
@@ -25,6 +17,14 @@ from slime.algorithms.returns import (
     get_token_rewards,
     vanilla_gae,
     whiten,
+)
+from slime.algorithms.losses import (
+    KlController,
+    clamp_log_ratio,
+    compute_approx_kl,
+    compute_cispo_loss,
+    compute_gspo_kl,
+    compute_policy_loss,
 )
 
 if TYPE_CHECKING:
@@ -92,5 +92,5 @@ def get_reinforce_plus_plus_returns(
     kl_coef: float,
     gamma: float,
 ) -> list[torch.Tensor]:
-    """`slime.algorithms.returns.get_reinforce_plus_plus_returns`; the lengths, which columns have, are not read."""
-    return returns.get_reinforce_plus_plus_returns(rewards, kl, loss_masks, kl_coef, gamma)
+    """`slime.algorithms.advantages.get_reinforce_plus_plus_returns`; the lengths, which columns have, are not read."""
+    return advantages.get_reinforce_plus_plus_returns(rewards, kl, loss_masks, kl_coef, gamma)

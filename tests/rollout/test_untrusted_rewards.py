@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slime.algorithms.advantages import Advantages
-from slime.algorithms.baselines import GREEDY_REWARD
+from slime.algorithms.estimators import GREEDY_REWARD
 from slime.observability.rollout_metrics import compute_eval_metrics, compute_rollout_metrics
 from slime.rollout.collector import Collector
 from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.algorithms.baselines import overlong_penalty
+from slime.algorithms.estimators import overlong_penalty
 from slime.observability.rollout_metrics import compute_rollout_metrics
 from slime.rollout.train_data import post_process_rewards
 from slime.utils.types import Sample

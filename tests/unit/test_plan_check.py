@@ -87,7 +87,7 @@ def test_a_gpu_that_is_only_assumed_refuses_nothing(monkeypatch, caplog):
 def test_the_prompts_that_are_there_count_where_the_assumed_ones_do_not_fit(has_memory, tmp_path: Path, monkeypatch):
     """Without the file 512 tokens a prompt are assumed; its own are three."""
     facts = {"data": None}
-    monkeypatch.setattr("slime.plan.rows.read_rows_of", lambda args: (facts["data"], (), []))
+    monkeypatch.setattr("slime.plan.render.read_rows_of", lambda args: (facts["data"], (), []))
     args = run_args(micro_batch_size=4096)
     from slime.plan.layout import DataFacts
 

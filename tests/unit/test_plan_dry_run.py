@@ -14,8 +14,7 @@ import pytest
 
 from slime.config.problems import Problems
 from slime.plan import Facts, make_plan
-from slime.plan.render import WIDTH, render
-from slime.plan.rows import head_of, read_rows_of
+from slime.plan.render import WIDTH, head_of, read_rows_of, render
 from slime.plan.times import DEFAULT_GPU, DEVICES
 from slime.ray import driver
 from slime.ray.driver import dry_run, engine_kinds, find_device, hook_report, hook_reports

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from slime.algorithms.advantages import RETURNS
 from slime.algorithms.estimators import ESTIMATORS
-from slime.algorithms.returns import RETURNS
 from slime.utils.ppo_utils import compute_approx_kl, compute_policy_loss, get_grpo_returns
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime.algorithms.aggregation import token_weights, weighted_sum
+from slime.algorithms.losses import token_weights, weighted_sum
 from slime.algorithms.policy import keeps_whole
 from slime.utils.accelerator import to_device
 

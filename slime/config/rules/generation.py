@@ -329,7 +329,7 @@ ROLLOUT_CHECKS: tuple[Check, ...] = (
             lambda a: a.custom_reward_post_process_path,
             "--overlong-buffer-len",
             "with --custom-reward-post-process-path, which makes the rewards",
-            "add slime.algorithms.baselines.overlong_penalties there",
+            "add slime.algorithms.estimators.overlong_penalties there",
         ),
         WithoutEffect(
             lambda a: a.custom_convert_samples_to_train_data_path,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from slime.algorithms.baselines import GREEDY_REWARD
+from slime.algorithms.estimators import GREEDY_REWARD
 from slime.config.args import Args
 from slime.utils.types import Sample
 

@@ -15,8 +15,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from slime.algorithms.baselines import GREEDY_REWARD
-from slime.algorithms.estimators import ESTIMATORS
+from slime.algorithms.estimators import ESTIMATORS, GREEDY_REWARD
 from slime.config.args import Args
 from slime.observability.trace_utils import (
     bind_trace,

@@ -252,7 +252,7 @@ def value_loss(
     masked: float = FAR,
 ) -> tuple[float, dict[str, float], torch.Tensor]:
     """Loss, metrics and gradient of the values of the samples of loss_world; masked tokens hold far numbers."""
-    from slime.algorithms.aggregation import Aggregation
+    from slime.algorithms.losses import Aggregation
     from slime.backends.megatron_utils.loss import value_loss_function
 
     is_masked = torch.tensor([not m for mask in MASKS for m in mask])

@@ -11,11 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.algorithms import returns
-from slime.algorithms.baselines import BASELINES
-from slime.algorithms.estimators import ESTIMATORS
+from slime.algorithms import advantages
+from slime.algorithms.advantages import RETURNS, chunked_discounted_returns, whiten
+from slime.algorithms.estimators import BASELINES, ESTIMATORS
 from slime.algorithms.losses import LOSSES
-from slime.algorithms.returns import RETURNS, chunked_discounted_returns, whiten
 from slime.rollout.train_data import post_process_rewards
 from slime.utils.types import Sample
 from tests.unit.argument_lines import Check, check, command_line, has
@@ -200,7 +199,7 @@ def test_whitening_is_over_all_ranks_also_an_empty_one(monkeypatch):
         values.copy_(sum(posted[rank] for rank in range(len(ranks))))
         barrier.wait(10)
 
-    monkeypatch.setattr(returns, "dist", SimpleNamespace(all_reduce=all_reduce))
+    monkeypatch.setattr(advantages, "dist", SimpleNamespace(all_reduce=all_reduce))
 
     def work(rank):
         here.rank = rank
@@ -230,7 +229,7 @@ def test_every_row_names_functions_that_exist():
 
 
 def test_the_rows_import_without_torch():
-    program = "import slime.algorithms.estimators, slime.algorithms.baselines, sys; sys.exit('torch' in sys.modules)"
+    program = "import slime.algorithms.estimators, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.algorithms.returns import (
+from slime.algorithms.advantages import (
     RETURNS,
     chunked_gae,
     get_advantages_and_returns_batch,

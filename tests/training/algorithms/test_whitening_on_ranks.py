@@ -28,7 +28,7 @@ def expected() -> list[np.ndarray]:
 
 
 def check_ranks(args: Any) -> None:
-    from slime.algorithms.returns import whiten
+    from slime.algorithms.advantages import whiten
     from slime.utils.distributed_utils import distributed_masked_whiten
 
     group = dist.group.WORLD

@@ -17,9 +17,8 @@ from megatron.core import parallel_state
 from torch.utils.checkpoint import checkpoint
 
 from slime.algorithms.advantages import Advantages, subtract_teacher
-from slime.algorithms.aggregation import Aggregation, Reducer, zero_masked
 from slime.algorithms.log_probs import Sampling
-from slime.algorithms.losses import clipped_value_loss
+from slime.algorithms.losses import Aggregation, Reducer, clipped_value_loss, zero_masked
 from slime.algorithms.policy import Bounds, Corrected, LossAndMetrics, PolicyLoss
 from slime.backends.megatron_utils.cp_utils import whole_micro_batch
 from slime.backends.megatron_utils.loss.log_probs import (
