@@ -16,11 +16,22 @@ from tests.integration.launch import ROOT, grpo_flags, make_model, tensors_in, t
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-def test_engines_follow_the_adapters_and_a_run_resumes_from_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_engines_follow_the_adapters_and_a_run_resumes_from_them(tmp_path: Path, backend: str) -> None:
     model = make_model(tmp_path / "model")
     flags = [
         *grpo_flags(model, write_prompts(tmp_path / "prompts.jsonl")),
-        *("--colocate", "--lora-rank", 8, "--lora-target-modules", "all-linear", "--lr", 2e-2),
+        *(
+            "--train-backend",
+            backend,
+            "--colocate",
+            "--lora-rank",
+            8,
+            "--lora-target-modules",
+            "all-linear",
+            "--lr",
+            2e-2,
+        ),
         *("--use-kl-loss", "--kl-loss-coef", 0.01, "--kl-loss-type", "k3", "--ref-load", model),
         *("--save", tmp_path / "ckpt", "--load", tmp_path / "ckpt", "--save-interval", 3),
         *("--save-hf", tmp_path / "hf_{rollout_id}"),

@@ -305,7 +305,6 @@ REFUSED = {
     "--context-parallel-size 2 --attn-implementation sdpa": "part of a sample alone; give slime_packed",
     "--num-layers 2 --hidden-size 32": "--num-layers, --hidden-size: Megatron's; --train-backend fsdp trains what",
     "--recompute-granularity selective": "recomputes whole layers: give full",
-    "--lora-rank 4": "--lora-rank is not built for --train-backend fsdp",
     "--fsdp-replicate-size 3": "--fsdp-replicate-size 3 must divide the trainer's ranks",
     "--optimizer-cpu-offload": "--fsdp-cpu-offload keeps the optimizer in host memory",
 }

@@ -28,17 +28,23 @@ from slime.backends.fsdp_utils.checkpoint import (
     set_random_states,
     weights,
 )
+from slime.backends.fsdp_utils.lora import adapters_of
 from slime.backends.fsdp_utils.model import build_policy, inputs_of, make_mesh
-from slime.backends.fsdp_utils.optimizer import ShardedAdamW, local
+from slime.backends.fsdp_utils.optimizer import ShardedAdamW
+from slime.backends.fsdp_utils.shards import local
 from slime.backends.fsdp_utils.weights import WeightSource, load_hf, named_parameters, trained_parameters
 from slime.backends.megatron_utils.actor import MegatronBackend, TrainerOver
 from slime.backends.megatron_utils.checkpoint.hf_export import save_hf
 from slime.backends.megatron_utils.checkpoint.iterations import UnfinishedCheckpoint
+from slime.backends.megatron_utils.layers.lora import save_adapter
+from slime.backends.megatron_utils.layers.value_head import is_value_model
 from slime.backends.megatron_utils.loss import DeferredLogits, get_log_probs_and_entropy, get_values, loss_function
 from slime.backends.megatron_utils.model.setup import make_scheduler
 from slime.backends.megatron_utils.update_weight import connected_weight_updater
 from slime.checkpoints.paths import classify_checkpoint, resolve_checkpoint_dir
 from slime.config.megatron.arguments import model_shape
+from slime.config.megatron.lora_plan import base_of, saved_plan
+from slime.training.adapters import ADAPTER_DIR, take_adapter
 from slime.training.backend import CheckpointSource, Layout
 from slime.training.micro_batches import MicroBatches
 from slime.training.reports import reduce_reports
@@ -48,6 +54,7 @@ from slime.utils.accelerator import memory_saver
 from slime.utils.distributed_utils import barrier
 from slime.utils.misc import needed
 from slime.utils.train_data import MicroBatch, RolloutBatch
+from slime.weights.adapters import PEFT_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -87,14 +94,22 @@ class FsdpBackend(MegatronBackend):
     # ---- weights
 
     def load(self, source: CheckpointSource) -> int | None:
-        if classify_checkpoint(source.path) != "megatron":
-            load_hf(self.state.policy, source.path)
-            logger.info("loaded %s", source.path)
-            return None
-        for sentence in load_checkpoint(source, self.state):
-            if dist.get_rank() == 0:
-                logger.warning("%s", sentence)
-        return resolve_checkpoint_dir(source.path, source.step)[1]
+        args, policy, iteration = self.args, self.state.policy, None
+        has_adapters = args.lora_rank is not None and saved_plan(source.path, source.step) is not None
+        if has_adapters:
+            self.load(CheckpointSource(base_of(args), args.ref_ckpt_step, False, False))
+        if classify_checkpoint(source.path) == "megatron":
+            for sentence in load_checkpoint(source, self.state):
+                if dist.get_rank() == 0:
+                    logger.warning("%s", sentence)
+            iteration = resolve_checkpoint_dir(source.path, source.step)[1]
+        else:
+            load_hf(policy, source.path)
+        if source.is_start and args.lora_adapter_path is not None and not has_adapters:
+            named = adapters_of(policy).items()
+            take_adapter((([PEFT_PREFIX + name], adapter) for name, adapter in named), args.lora_adapter_path)
+        logger.info("loaded %s", source.path)
+        return iteration
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights(self.state.policy).items():
@@ -220,13 +235,19 @@ class FsdpBackend(MegatronBackend):
 
     def begin_save(self, rollout_id: int, *, write_more: Callable[[Path], None]) -> UnfinishedCheckpoint:
         args = self.args
+
+        def write_all(directory: Path) -> None:
+            write_more(directory)
+            if args.lora_rank is not None and not is_value_model(args):
+                save_adapter(args, self._source, directory / ADAPTER_DIR)
+
         return begin_checkpoint(
             needed(args.save),
             rollout_id,
             self.state,
             contents=args.checkpoint_contents,
             model_shape=model_shape(args) | {"train_backend": "fsdp"},
-            write_more=write_more,
+            write_more=write_all,
         )
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from slime.backends.fsdp_utils.lora import adapters_of, base_checksum
 from slime.backends.fsdp_utils.model import Policy
 from slime.backends.fsdp_utils.optimizer import ShardedAdamW
 from slime.backends.fsdp_utils.weights import HEAD, fixed_tensors, named_parameters, trained_parameters
@@ -26,6 +27,7 @@ from slime.backends.megatron_utils.checkpoint.iterations import UnfinishedCheckp
 from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loading
 from slime.checkpoints.metadata import check_names
 from slime.checkpoints.paths import MODEL_SHAPE_FILE, iteration_dir, resolve_checkpoint_dir
+from slime.training.adapters import compare_base, refuse_adapters_alone
 from slime.training.backend import CheckpointSource
 from slime.training.resume import gives_way_to_a_full_disk, together
 from slime.utils.distributed_utils import gathered, get_gloo_group
@@ -46,9 +48,16 @@ class TrainState:
 # ---- all tensors, and all else, by name
 
 
-def weights(policy: Policy) -> dict[str, torch.Tensor]:
-    """Name -> live shard of each parameter, and each fixed tensor."""
+def weights(policy: Policy, *, of_base: bool = False) -> dict[str, torch.Tensor]:
+    """Name -> live shard of each parameter, and each fixed tensor; with adapters those alone that are trained.
+
+    Args:
+        policy: whose.
+        of_base: what is under its adapters, instead.
+    """
     named = [*named_parameters(policy), *fixed_tensors(policy)]
+    if adapters_of(policy):
+        named = [(name, tensor) for name, tensor in named if tensor.requires_grad != of_base]
     return {f"model.{name}": tensor.detach() for name, tensor in named}
 
 
@@ -127,6 +136,8 @@ def begin_checkpoint(
     if "optimizer" in contents:
         tensors |= moments(state)
         more |= {"steps": state.optimizer.num_steps, "schedule": state.scheduler.state_dict()}
+    if adapters_of(state.policy):
+        more["base_checksum"] = base_checksum(state.policy)
     if "rng" in contents:
         more["random"] = gathered(random_states())
     num_bytes = sum(tensor.to_local().nbytes if hasattr(tensor, "to_local") else 0 for tensor in tensors.values())
@@ -153,13 +164,18 @@ def load_checkpoint(source: CheckpointSource, state: TrainState) -> Iterator[str
         )
     check_names(directory)
     more, there = json.loads((directory / STATE_FILE).read_text()), names_in(directory)
-    tensors = weights(state.policy)
+    of_adapters = "base_checksum" in more
+    refuse_adapters_alone(directory, has_adapters=bool(adapters_of(state.policy)))
+    tensors = weights(state.policy, of_base=not of_adapters)
     fresh_head = [name for name in tensors if name.startswith(f"model.{HEAD}") and name not in there]
     tensors = {name: tensor for name, tensor in tensors.items() if name not in fresh_head}
-    with_optimizer = source.load_optimizer and "steps" in more
+    of_base = bool(adapters_of(state.policy)) and not of_adapters
+    with_optimizer = source.load_optimizer and "steps" in more and not of_base
     if with_optimizer:
         tensors |= moments(state)
     load_tensors(directory, tensors)
+    if of_adapters:
+        compare_base(base_checksum(state.policy), more["base_checksum"], directory)
     if with_optimizer:
         state.optimizer.num_steps = more["steps"]
         state.scheduler.num_steps = 0  # Megatron's class adds the saved position to the present one

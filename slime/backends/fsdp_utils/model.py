@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from slime.backends.fsdp_utils.lora import adapters_of, attach_adapters
 from slime.backends.megatron_utils.cp_utils import context_parallel_group
 from slime.backends.megatron_utils.layers.value_head import is_value_model
 from slime.backends.megatron_utils.layers.varlen_attention import (
@@ -262,6 +263,7 @@ def build_policy(args: Args, mesh: DeviceMesh) -> Policy:
     """
     register_attention()
     hf = _on_meta(args)
+    attach_adapters(args, hf)
     if args.recompute_granularity is not None:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(hf, has_value_head=is_value_model(args), trains_tower=trains_tower(args))
@@ -294,6 +296,8 @@ def build_policy(args: Args, mesh: DeviceMesh) -> Policy:
     if not is_value_model(args):
         hf.tie_weights()
     _move_buffers(policy)
+    for adapter in adapters_of(policy).values():
+        adapter.start()
     return policy.train()
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from slime.backends.fsdp_utils.shards import local, sharded_as
 from slime.config.args import Args
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -105,18 +105,3 @@ class ShardedAdamW(torch.optim.AdamW):
         self.make_moments()
         for of_one in self.state.values():
             of_one["step"].fill_(steps)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, live."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def sharded_as(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """A shard (live) as part of a tensor that is sharded as a parameter is."""
-    if not isinstance(parameter, DTensor):
-        return shard
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(
-        shard, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )

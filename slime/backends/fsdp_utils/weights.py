@@ -9,10 +9,13 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+from slime.backends.fsdp_utils.lora import HALVES, adapters_of
 from slime.backends.fsdp_utils.model import Policy
+from slime.backends.fsdp_utils.shards import local_rows
 from slime.conversion.reader import SafetensorsReader
 from slime.utils import accelerator
 from slime.utils.errors import UsageError
+from slime.weights.adapters import PEFT_PREFIX
 from slime.weights.names import is_fused, single_names
 
 HEAD = "value_head."
@@ -57,7 +60,7 @@ def stored_name(name: str, stored: Collection[str]) -> str:
 def load_hf(policy: Policy, path: str) -> None:
     """Fill parameters and fixed tensors from an HF directory; each rank reads the rows of its own shards.
 
-    A critic's head keeps what it has.
+    A critic's head and adapters keep what they have.
 
     Raises:
         UsageError: the directory lacks a tensor of the model, or has it in another shape.
@@ -65,7 +68,7 @@ def load_hf(policy: Policy, path: str) -> None:
     reader = SafetensorsReader(path)
     names = set(reader.names())
     for name, parameter in [*named_parameters(policy), *fixed_tensors(policy)]:
-        if name.startswith(HEAD):
+        if name.startswith(HEAD) or name.endswith(HALVES):
             continue
         name = stored_name(name, names)
         local, first = local_rows(parameter)
@@ -91,16 +94,6 @@ def load_hf(policy: Policy, path: str) -> None:
             local.copy_(value)
 
 
-def local_rows(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """This rank's rows of a parameter (a live view), and the number of the first."""
-    if not isinstance(parameter, DTensor):
-        return parameter.data, 0
-    mesh = parameter.device_mesh
-    rows = -(-parameter.shape[0] // mesh.size(mesh.ndim - 1))
-    first = min(rows * mesh.get_local_rank(mesh.ndim - 1), parameter.shape[0])
-    return parameter.to_local().data, first
-
-
 class WeightSource:
     """The full tensors of a policy, for engines and HF files (`hf_weight_iterator.iter_hf_buckets`).
 
@@ -115,11 +108,20 @@ class WeightSource:
         self._stored = frozenset(SafetensorsReader(checkpoint).names())
 
     @torch.no_grad()
-    def full_tensors(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Yield the HF tensors of each parameter, gathered over the ranks, and the fixed tensors (collective)."""
+    def full_tensors(self, *, merged: bool = True) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield the HF tensors of each parameter, gathered over the ranks, and the fixed tensors (collective).
+
+        Args:
+            merged: adapters are added to the weights under them; otherwise those are the base's.
+        """
         waiting: list[tuple[str, torch.Tensor]] = []
         num_bytes = 0
-        for name, parameter in named_parameters(self.policy):
+        named, adapters = named_parameters(self.policy), adapters_of(self.policy) if merged else {}
+        for name, parameter in named:
+            if name.endswith(HALVES):
+                continue
+            if adapter := adapters.get(name.removesuffix(".weight")):
+                parameter = adapter.merged()
             size = parameter.numel() * self.dtype.itemsize
             if waiting and num_bytes + size > GATHER_BYTES:
                 yield from map(as_hf, gathered(waiting))
@@ -128,6 +130,13 @@ class WeightSource:
             num_bytes += size
         yield from map(as_hf, gathered(waiting))
         yield from ([(stored_name(name, self._stored), tensor)] for name, tensor in fixed_tensors(self.policy))
+
+    @torch.no_grad()
+    def adapter_tensors(self) -> dict[str, torch.Tensor]:
+        """PEFT's names -> whole halves of the adapters, on every rank (collective)."""
+        named = named_parameters(self.policy)
+        shards = [(name, parameter.detach().to(self.dtype)) for name, parameter in named if name.endswith(HALVES)]
+        return {f"{PEFT_PREFIX}{name}.weight": whole for name, whole in gathered(shards)}
 
 
 def gathered(shards: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

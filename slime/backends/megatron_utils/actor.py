@@ -27,7 +27,7 @@ from slime.backends.megatron_utils.checkpoint.iterations import (
 )
 from slime.backends.megatron_utils.data import Packing
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-from slime.backends.megatron_utils.layers.lora import ADAPTER_DIR, load_adapter, save_adapter
+from slime.backends.megatron_utils.layers.lora import load_adapter, save_adapter
 from slime.backends.megatron_utils.layers.value_head import is_of_head, is_value_model
 from slime.backends.megatron_utils.model.model_weights import is_of_adapter, named_tensors
 from slime.backends.megatron_utils.model.setup import TrainState, setup_model_and_optimizer
@@ -40,6 +40,7 @@ from slime.checkpoints.paths import classify_checkpoint
 from slime.config.args import Args
 from slime.config.megatron.arguments import model_shape
 from slime.config.megatron.lora_plan import base_of, saved_plan
+from slime.training.adapters import ADAPTER_DIR
 from slime.training.backend import Backend, CheckpointSource, Layout
 from slime.training.micro_batches import MicroBatches
 from slime.training.trainer import CriticTrainer, Trainer

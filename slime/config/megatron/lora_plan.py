@@ -317,7 +317,7 @@ LORA: tuple[Check, ...] = (
         "such weights are lost in their rounding; take the bf16 model.",
     ),
     Rule(
-        lambda a: query_groups(a) % a.tensor_model_parallel_size,
+        lambda a: a.tensor_model_parallel_size > 1 and query_groups(a) % a.tensor_model_parallel_size,
         lambda a: (
             f"--tensor-model-parallel-size {a.tensor_model_parallel_size} with --lora-rank {a.lora_rank}: the "
             f"{query_groups(a)} query groups have to be divided by it; use fewer ranks."

@@ -14,7 +14,7 @@ from slime.checkpoints.paths import MODEL_SHAPE_FILE, classify_checkpoint, resol
 from slime.config.args import Args
 from slime.config.megatron.arguments import kernel_problems, megatron_problems
 from slime.config.megatron.flag_classes import groups_by_option, refused_flags, registered
-from slime.config.megatron.lora_plan import lora_problems
+from slime.config.megatron.lora_plan import LoraPlan, lora_problems
 from slime.config.megatron.value_checks import check_ranges
 from slime.config.problems import Problems, Rule, broken
 from slime.config.rules.batch import check_schedule_length, check_warmup
@@ -90,7 +90,6 @@ OWN_NOT_BUILT = [
     "enable_mtp_training",
     "use_routing_replay",
     "use_rollout_routing_replay",
-    "lora_rank",
     "only_train_params_name_list",
     "freeze_params_name_list",
     "freeze_indexer",
@@ -134,6 +133,16 @@ NOT_BUILT = (
         "--fsdp-cpu-offload has not been tried on a GPU; leave it out, or use --train-backend megatron with "
         "--optimizer-cpu-offload.",
     ),
+    Rule(
+        lambda a: (plan := LoraPlan.of(a)) and plan.has_experts,
+        f"--lora-rank {{lora_rank}}: {FSDP} has no adapters for experts, which transformers holds as one tensor; add "
+        "--lora-exclude-modules experts, or use --train-backend megatron.",
+    ),
+    Rule(
+        lambda a: (plan := LoraPlan.of(a)) and not plan.projections,
+        "--lora-rank {lora_rank}: which projections --hf-checkpoint {hf_checkpoint} has is not known, as its family "
+        "is none of docs/model_families.md; train all weights.",
+    ),
 )
 
 
@@ -147,8 +156,8 @@ def problems_of_run(args: Args, hf_config: Mapping[str, Any] | None) -> Problems
     """Return what is wrong whatever the role: checkpoints of the other backend, adapters, kernels."""
     problems = Problems()
     problems.environment += foreign_checkpoints(args)
+    problems.wrong += lora_problems(args)
     if args.train_backend == "megatron":
-        problems.wrong += lora_problems(args)
         problems.extend(kernel_problems(args, hf_config))
     return problems
 

@@ -19,11 +19,8 @@ Names of the base's parameters do not change: the module gets another class and 
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +36,6 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from slime.backends.megatron_utils.layers.value_head import is_of_head, value_head_of
 from slime.backends.megatron_utils.model.model_weights import (
@@ -51,19 +46,23 @@ from slime.backends.megatron_utils.model.model_weights import (
     num_copies,
 )
 from slime.backends.megatron_utils.model_provider import unwrap
-from slime.checkpoints.paths import classify_checkpoint
 from slime.config.args import Args
-from slime.config.megatron.lora_plan import LoraPlan, base_of, plan_in, served_plan
+from slime.config.megatron.lora_plan import LoraPlan, served_plan
 from slime.models.families import family_of_args
+from slime.training.adapters import (
+    AdapterSource,
+    compare_base,
+    draw_a,
+    peft_config,
+    refuse_adapters_alone,
+    take_adapter,
+    write_adapter,
+)
 from slime.utils.distributed_utils import gathered, get_gloo_group
 from slime.utils.errors import UsageError
 from slime.weights.adapters import PEFT_PREFIX
 
 logger = logging.getLogger(__name__)
-ADAPTER_DIR = "adapter"
-"""The PEFT directory in a checkpoint."""
-_BASE_TOLERANCE = 1e-9
-"""Relative; sums in fp64 that differ only in the order of their terms agree to 1e-13."""
 
 
 class Adapter(torch.nn.Module):
@@ -105,12 +104,7 @@ class Adapter(torch.nn.Module):
     def _drawn(self, columns: int, seed: str) -> torch.Tensor:
         """This rank's columns of one A [rank, in], which is drawn as PEFT draws it."""
         cuts = self.group.size() if self.is_row else 1
-        generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-        whole = torch.empty(self.rank, columns * cuts)
-        if self.draws_gaussian:
-            whole.normal_(0, 1 / self.rank, generator=generator)
-        else:
-            whole.uniform_(-1, 1, generator=generator).div_(math.sqrt(columns * cuts))
+        whole = draw_a(self.rank, columns * cuts, seed=seed, is_gaussian=self.draws_gaussian)
         return whole.chunk(cuts, 1)[self.group.rank() if self.is_row else 0]
 
     def _say_how_they_are_cut(self) -> None:
@@ -313,13 +307,8 @@ def is_base(directory: Path, models: Sequence[torch.nn.Module]) -> bool:
     Raises:
         UsageError: it holds adapters, and the model has none.
     """
-    saved = plan_in(directory)
-    if saved is not None and not has_adapters(models):
-        rank = saved["rank"]
-        raise UsageError(
-            f"{directory} holds LoRA adapters alone (rank {rank}); merged models are written by --save-hf."
-        )
-    return has_adapters(models) and saved is None
+    is_of_adapters = refuse_adapters_alone(directory, has_adapters=has_adapters(models))
+    return has_adapters(models) and not is_of_adapters
 
 
 def base_checksum(models: Sequence[torch.nn.Module]) -> float:
@@ -345,35 +334,24 @@ def check_base(models: Sequence[torch.nn.Module], saved: float, source: Path) ->
     Raises:
         UsageError: the sums differ.
     """
-    ours = base_checksum(models)
-    if abs(ours - saved) > _BASE_TOLERANCE * abs(saved):
-        raise UsageError(
-            f"{source} holds adapters of another base than the one that was loaded (sum of absolute weights "
-            f"{saved:.12g}, here {ours:.12g}); give the base of that run as --ref-load "
-            "(or as --hf-checkpoint, if it had no --ref-load)."
-        )
+    compare_base(base_checksum(models), saved, source)
 
 
 # ---- PEFT
 
 
-def save_adapter(args: Args, models: Sequence[torch.nn.Module], directory: Path) -> None:
+def save_adapter(args: Args, models: Sequence[torch.nn.Module] | AdapterSource, directory: Path) -> None:
     """Write the adapters as a PEFT directory, which `PeftModel.from_pretrained` loads; all ranks call it."""
     tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in adapter_tensors(args, models).items()}
     if dist.get_rank() == 0:
         write_adapter(tensors, peft_config(args), directory)
 
 
-def write_adapter(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], directory: Path) -> None:
-    """Make a PEFT directory of tensors on the host and their adapter_config.json."""
-    directory.mkdir()
-    save_file(dict(tensors), directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
 @torch.no_grad()
-def adapter_tensors(args: Args, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+def adapter_tensors(args: Args, models: Sequence[torch.nn.Module] | AdapterSource) -> dict[str, torch.Tensor]:
     """PEFT's names -> whole tensors, on every rank (collective); some are those that are trained."""
+    if not isinstance(models, Sequence):
+        return models.adapter_tensors()
     plan = LoraPlan.of(args)
     assert plan is not None, "without --lora-rank there are no adapters"
     is_split = parallel_state.get_pipeline_model_parallel_world_size() > 1 or (
@@ -391,27 +369,8 @@ def adapter_tensors(args: Args, models: Sequence[torch.nn.Module]) -> dict[str, 
 
 
 def load_adapter(args: Args, models: Sequence[torch.nn.Module], directory: str | Path) -> None:
-    """Give the adapters the values of a PEFT directory; all ranks call it.
-
-    Raises:
-        UsageError: a tensor is missing, left over, or of another shape.
-    """
-    file = Path(directory) / "adapter_model.safetensors"
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"--lora-adapter-path: {file} cannot be read ({error}).") from error
-    used: set[str] = set()
-    for names, adapter in _named_adapters(args, models):
-        for number, name in enumerate(names):
-            halves = {half: f"{name}.{half}.weight" for half in ("lora_A", "lora_B")}
-            if missing := [key for key in halves.values() if key not in tensors]:
-                raise UsageError(f"--lora-adapter-path: {file} has no {missing[0]}; it is of another model.")
-            adapter.take(number, *(tensors[key] for key in halves.values()), source=f"{file}: {name}")
-            used.update(halves.values())
-    left = sorted(set(tensors) - set().union(*gathered(used)))
-    if left:
-        raise UsageError(f"--lora-adapter-path: {file} has {left[0]}, which these --lora-* flags do not train.")
+    """Give the adapters the values of a PEFT directory; arguments and errors of `take_adapter`."""
+    take_adapter(_named_adapters(args, models), directory)
 
 
 def _named_adapters(args: Args, models: Sequence[torch.nn.Module]) -> Iterator[tuple[list[str], Adapter]]:
@@ -429,22 +388,3 @@ def _is_first_copy(adapter: Adapter) -> bool:
     if adapter.is_expert:
         return parallel_state.get_expert_data_parallel_rank() == 0 and adapter.group.rank() == 0
     return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0 and adapter.group.rank() == 0
-
-
-def peft_config(args: Args) -> dict[str, Any]:
-    """The adapter_config.json of the run's adapters; engines know no rank-stabilised scale, so alpha has it."""
-    plan, base = LoraPlan.of(args), base_of(args)
-    assert plan is not None, "without --lora-rank there are no adapters"
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base if classify_checkpoint(base) != "megatron" else str(args.hf_checkpoint),
-        "r": plan.rank,
-        "lora_alpha": plan.scale * plan.rank,
-        "target_modules": plan.target_modules,
-        "exclude_modules": None if plan.has_experts or not args.num_moe_experts else r".*\.mlp\.experts\..*",
-        "lora_dropout": plan.dropout,
-        "init_lora_weights": True if plan.init == "default" else plan.init,
-        "bias": "none",
-        "inference_mode": True,
-    }

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import torch
 from safetensors import SafetensorError
 
-from slime.backends.megatron_utils.layers.lora import adapter_tensors, peft_config, write_adapter
+from slime.backends.megatron_utils.layers.lora import adapter_tensors
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError, WeightUpdater
 from slime.backends.megatron_utils.update_weight.buckets import Bucket, check_versions
 from slime.backends.megatron_utils.update_weight.engines import contact_of
@@ -33,6 +33,7 @@ from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finis
 from slime.backends.sglang_utils.weight_transfer import SharedTensors, adapter_tensors_of, in_shared_memory
 from slime.config.args import Args
 from slime.config.megatron.lora_plan import LoraPlan
+from slime.training.adapters import peft_config, write_adapter
 from slime.utils.errors import UsageError
 from slime.utils.http.network import is_of_this_host
 from slime.utils.misc import needed
@@ -54,12 +55,12 @@ class AdapterUpdater(WeightUpdater):
     Args:
         args: as of `WeightUpdater`, the `lora_*` flags, `update_weight_transport`, `update_weight_disk_dir`,
             `update_weight_disk_keep_files`, `output_dir`, `offload_rollout`.
-        model: this rank's Megatron model chunks.
+        model: this rank's Megatron model chunks, or what has the weights and adapters of another backend.
     """
 
     is_over_files = True  # no other way takes its place: engines cannot load weights under their adapters
 
-    def __init__(self, args: Args, model: list[Any]) -> None:
+    def __init__(self, args: Args, model: Any) -> None:
         super().__init__(args, model)
         root = args.update_weight_disk_dir
         keeps, run = args.update_weight_disk_keep_files, str(args.output_dir)
@@ -99,7 +100,7 @@ class AdapterUpdater(WeightUpdater):
         if self._is_new:
             self._look_at_base()
         begin = time.monotonic()
-        for chunk in self.model:
+        for chunk in self.model if isinstance(self.model, Sequence) else ():
             finish_param_gather(chunk)
         tensors = adapter_tensors(self.args, self.model)
         self._by_source(lambda: self._make_ready(tensors), also=(OSError, SafetensorError))

@@ -33,7 +33,7 @@ Bucket = list[tuple[str, torch.Tensor]]
 class WeightSource(Protocol):
     """The weights of a trainer that is not Megatron's."""
 
-    def full_tensors(self) -> Iterator[Bucket]:
+    def full_tensors(self, *, merged: bool = True) -> Iterator[Bucket]:
         """Yield the whole model, each parameter as its (HF name, full tensor) pairs (collective)."""
 
 
@@ -69,7 +69,7 @@ def iter_hf_buckets(
     if isinstance(model, Sequence):
         tensors = _full_tensors(args, model, only_own_stage=only_own_stage, merged=merged)
     else:
-        tensors = model.full_tensors()
+        tensors = model.full_tensors(merged=merged)
     for chunk in chunks_of_size(kept_together(tensors), buffer_size, lambda found: stored_bytes(found, fmt)):
         yield quantize_bucket([named for found in chunk for named in found], fmt)
 
