@@ -36,6 +36,7 @@ suppress_warnings = ["myst.header"]
 napoleon_google_docstring = True
 
 html_theme = "furo"
+html_favicon = "images/favicon.svg"
 # A tag or branch that `scripts/docs.sh --versions` builds; the site itself is of this checkout.
 _tag = os.environ.get("SLIME_DOCS_VERSION", "")
 html_title = f"slime {_tag or release}"

@@ -144,7 +144,7 @@ COLOCATED = Picture(
         Box(110, 208, 210, 40, "state of the trainer", "in host memory", GREY),
         Box(340, 40, 230, 114, "trainer awake", "weights, gradients, optimizer"),
         Box(590, 40, 110, 70, "trainer", "awake"),
-        Box(590, 114, 110, 40, "engine weights", "", AMBER),
+        Box(590, 114, 110, 40, "weights", "of the engine", AMBER),
         Box(720, 40, 120, 70, "cache", "", BLUE),
         Box(720, 114, 120, 40, "weights v + 1", "", BLUE),
         Box(720, 208, 120, 40, "trainer's state", "in host memory", GREY),
@@ -208,7 +208,7 @@ PARALLEL = Picture(
         for copy in range(2)
         for half in range(2)
     ),
-    ((275, 126, 275, 160), (645, 126, 645, 160)),
+    ((192, 126, 192, 160), (562, 126, 562, 160)),
     (
         (110, 34, "copy 1 of the model (DP)"),
         (480, 34, "copy 2: other samples"),
@@ -217,10 +217,12 @@ PARALLEL = Picture(
         (14, 194, "second half"),
         (14, 214, "of layers"),
         (110, 266, "TP: both halves of a layer exchange activations, twice a layer; keep them in one machine"),
-        (290, 148, "PP: hidden states"),
+        (206, 148, "PP: hidden states"),
     ),
 )
+FAVICON = Picture("slime", 32, 32, (Box(2, 2, 28, 28, "s"),))
 PICTURES = {
+    "favicon": FAVICON,
     "loop": LOOP,
     "processes": PROCESSES,
     "async": ASYNC,
