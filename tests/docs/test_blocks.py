@@ -105,3 +105,23 @@ def test_a_wrong_value_in_a_block_is_found() -> None:
     (words,) = command_lines(page)
     problems = problems_of(words, CommandLine())
     assert [problem.split(":")[0] for problem in problems] == ["--lr", "--advantage-estimator"]
+
+
+def hunks_of(page: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (file, its lines before, its lines after) of each hunk of a page's diffs that name a file."""
+    for block in re.findall(r"^```diff\n(.*?)^```", page, re.M | re.S):
+        for diff in re.split(r"^--- a/", block, flags=re.M)[1:]:
+            name, *rest = diff.splitlines(keepends=True)
+            for hunk in "".join(rest).split("\n@@ ")[1:]:
+                lines = hunk.splitlines(keepends=True)[1:]
+                before, after = ("".join(line[1:] for line in lines if line[0] in kinds) for kinds in (" -", " +"))
+                yield name.strip(), before, after
+
+
+DIFFS = [hunk for path in sorted(ROOT.glob("docs/*.md")) for hunk in hunks_of(path.read_text())]
+
+
+def test_the_diffs_of_worked_examples_apply_to_the_files_that_they_name() -> None:
+    assert len(DIFFS) >= 3
+    for file, before, _ in DIFFS:
+        assert (ROOT / file).read_text().count(before) == 1, f"{file} has no longer\n{before}"

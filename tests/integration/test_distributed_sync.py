@@ -48,6 +48,7 @@ def updater_to(engine: SGLangEngine, model: Path) -> DistributedWeightUpdater:
         hf_checkpoint=str(model),
         mtp_num_layers=None,
         check_weight_update_equal=False,
+        train_backend="megatron",
         offload_train=False,
     )
     made = DistributedWeightUpdater(args, model=[])

@@ -58,6 +58,7 @@ def updater(
         hf_checkpoint=str(tiny_models[1]),
         mtp_num_layers=None,
         check_weight_update_equal=False,
+        train_backend="megatron",
         offload_train=False,
     )
     made = TensorWeightUpdater(args, model=[])

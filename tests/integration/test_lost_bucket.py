@@ -39,6 +39,7 @@ def updater(engine: SGLangEngine, tiny_models: tuple[Path, Path], monkeypatch: p
         hf_checkpoint=str(tiny_models[1]),
         mtp_num_layers=None,
         check_weight_update_equal=False,
+        train_backend="megatron",
         offload_train=False,
     )
     made = LossyUpdater(args, model=[])

@@ -167,6 +167,7 @@ def _sync_args(model: Path) -> Any:
         hf_checkpoint=str(model),
         mtp_num_layers=None,
         check_weight_update_equal=False,
+        train_backend="megatron",
         offload_train=False,
     )
 

@@ -26,6 +26,7 @@ def updater_of(engine: SGLangEngine, model: Path, sent: Path, monkeypatch: pytes
         hf_checkpoint=str(model),
         mtp_num_layers=None,
         check_weight_update_equal=True,
+        train_backend="megatron",
         offload_train=True,
     )
     made = TensorWeightUpdater(args, model=[])

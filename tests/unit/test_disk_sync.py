@@ -10,115 +10,31 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from slime.backends.megatron_utils.checkpoint import hf_export
-from slime.backends.megatron_utils.update_weight import base, build_weight_updater, over_files_instead
+from slime.backends.megatron_utils.update_weight import build_weight_updater, over_files_instead
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError
 from slime.backends.megatron_utils.update_weight.bucket_updater import BucketUpdater
 from slime.backends.megatron_utils.update_weight.from_disk import DiskWeightUpdater
 from slime.backends.sglang_utils import disk_weights
 from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContact
-from slime.backends.sglang_utils.weight_samples import describe, sample
 from slime.checkpoints import paths
 from slime.checkpoints.paths import MANIFEST_FILE
 from slime.config.rules.files import check_weight_dir
 from slime.utils import http_utils
 from slime.weights.names import INDEX_FILE, what_is_wrong
 from slime.weights.transports import WeightDir, why_not_ours
+from tests.unit.disk_sync_world import NAMES, FileEngine, World
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = [f"layer.{i}.weight" for i in range(3)]
-
-
-class FileEngine:
-    """Loads versions as an engine does, into a dictionary."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.weights: dict[str, torch.Tensor] = {}
-        self.version = "default"
-        self.spoil: list[Any] = []
-        """Functions of a version's directory, called before it is loaded, one a load."""
-
-    def pause(self, mode: str) -> None:
-        self.calls.append("pause")
-
-    def flush_cache(self) -> None:
-        self.calls.append("flush")
-
-    def continue_generation(self) -> None:
-        self.calls.append("continue")
-
-    def set_weight_version(self, version: str) -> str:
-        self.version = version
-        return version
-
-    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self.weights |= {name: tensor.clone() for name, tensor in tensors}
-
-    def update_weights_from_disk(
-        self, path: str, *, weight_version: str, local_dir: str | None = None, timeout_s: float
-    ) -> str:
-        self.calls.append(f"load {Path(path).name}")
-        self.timeout_s = timeout_s
-        if self.spoil:
-            self.spoil.pop(0)(Path(path))
-        problem = disk_weights.load(Path(path), self.load_weights, Path(local_dir) if local_dir else None)
-        if problem:
-            raise RuntimeError(problem)
-        self.version = weight_version
-        return weight_version
-
-    def sample_weights(self, names: list[str]) -> list[dict[str, str]]:
-        return [{name: describe((4,), sample(self.weights[name])) for name in names if name in self.weights}]
-
-
-class World:
-    """A trainer whose weights a test may change, an HF checkpoint, and the shared directory."""
-
-    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.weights = {name: torch.full((4,), float(i)) for i, name in enumerate(NAMES)}
-        self.checkpoint, self.shared = tmp_path / "model", tmp_path / "shared"
-        self.checkpoint.mkdir()
-        save_file(self.weights, self.checkpoint / "model.safetensors")
-        (self.checkpoint / "config.json").write_text(json.dumps({"model_type": "qwen3", "dtype": "bfloat16"}))
-        (self.checkpoint / "tokenizer.json").write_text("{}")
-        monkeypatch.setattr(base, "iter_hf_buckets", self.buckets)
-
-    def buckets(self, args: Any, model: Any, *, buffer_size: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        return iter([[item] for item in self.weights.items()])
-
-    def updater(self, *engines: FileEngine, connect: bool = True, **values: Any) -> DiskWeightUpdater:
-        args = {
-            "update_weight_transport": "disk",
-            "update_weight_mode": "full",
-            "update_weight_disk_dir": str(self.shared),
-            "update_weight_disk_keep_files": False,
-            "update_weight_local_checkpoint_dir": None,
-            "custom_update_weight_post_write_path": None,
-            "output_dir": "runs/mine",
-            "update_weights_in_flight": False,
-            "update_weight_buffer_size": 16,
-            "distributed_timeout_minutes": 1.0,
-            "hf_checkpoint": str(self.checkpoint),
-            "mtp_num_layers": None,
-            "check_weight_update_equal": False,
-        }
-        made = build_weight_updater(SimpleNamespace(**(args | values)), [], colocated=False)
-        assert isinstance(made, DiskWeightUpdater)
-        if connect:
-            made.connect(engines, engine_sizes=[1] * len(engines))
-        return made
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils.server_control import Probe
 from slime.checkpoints.rollout_files import load_dump
 from slime.observability import logging_utils
 from slime.observability.rollout_records import RolloutRecords
@@ -20,7 +19,6 @@ from slime.observability.rollout_records.recorder import SampleRecorder
 from slime.ray.rollout import manager as manager_module
 from slime.ray.rollout import shares
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, RolloutManager, _draws_prompts
-from slime.ray.utils import ActorFailure
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.hooks.sample_errors import SampleError
 from slime.rollout.sampling.weight_versions import SyncSchedule, WeightClock
@@ -422,77 +420,6 @@ def test_the_watchdogs_question_waits_for_nothing_that_the_manager_does():
     }
     assert [name for name, group in groups.items() if group == "state"] == ["engine_state"]
     assert groups["replace_engines"] in CONCURRENCY_GROUPS and CONCURRENCY_GROUPS["state"] == 1
-
-
-class Engines:
-    """In the place of the watch, the replacements and the servers: what the manager asks of them, no engine runs.
-
-    `answers` says which engines are found lost at which probe.
-    """
-
-    def __init__(self, known: list[str], answers: dict[Probe, list[str]] | None = None) -> None:
-        self.known, self.answers = known, answers or {}
-        self.lost: list[str] = []
-        self.probes: list[Probe] = []
-
-    @property
-    def watch(self) -> Engines:
-        return self
-
-    @property
-    def count(self) -> int:
-        return len(self.lost)
-
-    def look(self, probe: Probe) -> None:
-        self.probes.append(probe)
-        self.lost += self.answers.get(probe, [])
-
-    def lose_engine(self, engine: str, why: str) -> bool:
-        self.lost += [engine] if engine in self.known else []
-        return engine in self.known
-
-    def pause(self) -> None:
-        pass
-
-    def release_memory(self) -> list[tuple[str, Exception]]:
-        return [("b", ActorFailure("connection refused"))]
-
-
-@pytest.mark.parametrize(
-    ("numbers", "answers", "lost", "probes"),
-    [
-        ([1], {Probe.LISTENS: ["a"]}, ["b"], []),  # who is named is lost; others may only have waited for it
-        ([], {Probe.LISTENS: ["a"], Probe.SCHEDULES: ["b"]}, ["a"], [Probe.LISTENS]),
-        ([], {Probe.SCHEDULES: ["b"]}, ["b"], [Probe.LISTENS, Probe.SCHEDULES]),
-        ([], {}, [], [Probe.LISTENS, Probe.SCHEDULES]),
-    ],
-)
-def test_a_failed_sync_costs_the_engines_that_it_names_or_else_those_that_do_not_answer(
-    manager: Any, numbers: list[int], answers: dict[Probe, list[str]], lost: list[str], probes: list[Probe]
-) -> None:
-    engines = Engines(["a", "b"], answers)
-    manager.replacements = engines
-    manager._updatable = ["a", "b"]
-    assert manager.engines_failed(numbers, "flush_cache was not answered within 60 s") == len(lost)
-    assert (engines.lost, engines.probes) == (lost, probes)
-
-
-@pytest.mark.parametrize(
-    ("known", "is_lost"),
-    [(["a", "b"], True), (["a"], False), (None, False)],
-    ids=["replaced", "a prefill server", "without --use-fault-tolerance"],
-)
-def test_an_engine_that_releases_no_memory_is_lost_where_another_can_take_its_place(
-    manager: Any, known: list[str] | None, is_lost: bool
-) -> None:
-    manager._servers = Engines([])
-    manager.replacements = None if known is None else Engines(known)
-    if not is_lost:
-        with pytest.raises(ActorFailure, match="connection refused"):
-            manager.offload()
-        return
-    manager.offload()
-    assert manager.replacements.lost == ["b"]
 
 
 def test_one_file_of_dumps_is_not_overwritten_by_an_evaluation(manager: RolloutManager, tmp_path: Path) -> None:
