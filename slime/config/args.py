@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         RewardFlags,
         TrainFlags,
     )
+    from slime.config.lora_policies import LoraPolicy
     from slime.config.megatron.values import MegatronValues
     from slime.config.sglang.engine_flags import SglangFlags
     from slime.config.sglang.topology import ModelPlan
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
         eval_datasets: list[EvalDatasetConfig]
         megatron_role_values: dict[str, dict[str, Any]]
         params_dtype: str
+        policies: tuple[LoraPolicy, ...]
         rank: int
         rollout_external: bool
         rollout_external_engine_infos: list[ExternalEngineInfo]

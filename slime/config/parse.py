@@ -24,6 +24,7 @@ from slime.config.alarm_settings import alarm_settings
 from slime.config.args import Args
 from slime.config.custom_config import FileValues, apply_extra
 from slime.config.flags import FLAG_CLASSES
+from slime.config.lora_policies import data_problems, policy_values, reward_hooks
 from slime.config.mcp_servers import check_mcp
 from slime.config.megatron.arguments import (
     add_megatron_arguments,
@@ -331,7 +332,7 @@ def _derive(args: Args, explicit: set[str], problems: Problems, hf_config: Mappi
     values.update(collected(problems.wrong, derive_megatron, args) or {})
     values.update(derive_sglang(args, explicit, list(defaults_of(SglangFlags))))
     derive_engines(args, explicit, problems)
-    args.eval_datasets = _eval_datasets(args, problems)
+    values.update(policy_values(args, problems), eval_datasets=_eval_datasets(args, problems))
     if args.num_rollout is None:
         problems.notes += files.SMALL_DATA_NOTE(args)
         args.num_rollout = derive.rollouts_of_epochs(
@@ -403,10 +404,9 @@ def _check_rewards(args: Args, problems: Problems) -> None:
     read_file(problems, alarm_settings, args.alarms_config)
     fields = files.fields_text(args)
     problems.wrong += generation.check_rewards(args, known=RM_TYPES, needs_label=rm_needs_label, fields=fields)
-    reads_reward = generation.uses_builtin_reward(args)
-    problems.environment += files.check_train_data(args, reads_reward=reads_reward)
-    has_default_eval = args.eval_function_path == generation.DEFAULT_ROLLOUT
-    problems.environment += files.check_eval_data(args, reads_reward=reads_reward and has_default_eval)
+    problems.extend(data_problems(args, known=RM_TYPES, needs_label=rm_needs_label, fields=fields))
+    reads_reward = generation.uses_builtin_reward(args) and args.eval_function_path == generation.DEFAULT_ROLLOUT
+    problems.environment += files.check_eval_data(args, reads_reward=reads_reward)
 
 
 def _check_environment(args: Args, *, given_load: str | None, has_config: bool) -> Iterator[str]:
@@ -429,7 +429,7 @@ def _check_environment(args: Args, *, given_load: str | None, has_config: bool) 
     defaults = {name: value for flags_class in FLAG_CLASSES for name, value in defaults_of(flags_class).items()}
     defaults["eval_function_path"] = generation.DEFAULT_ROLLOUT
     yield from files.check_hooks(vars(args), defaults, HOOKS, signature_problem)
-    for where, name, path in _hooks_of_evaluation(args):
+    for where, name, path in [*_hooks_of_evaluation(args), *reward_hooks(args)]:
         yield from files.check_hook(where, path, HOOKS[name], signature_problem)
     yield from files.check_output_dirs(files.output_dirs(args))
     yield from files.check_output_file("--ray-timeline-path", args.ray_timeline_path)

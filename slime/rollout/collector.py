@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from slime.config.args import Args
+from slime.config.lora_policies import policies_of
 from slime.rollout.filter_hub import (
     DynamicFilterOutput,
     MetricGatherer,
@@ -25,6 +26,7 @@ from slime.rollout.sampling.generation import GREEDY_REWARD, GenerateState, is_u
 from slime.rollout.tool_calls import take_tool_timeouts
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
+from slime.weights.adapters import POLICY
 
 logger = logging.getLogger(__name__)
 Group = list[Sample]
@@ -42,7 +44,8 @@ class Collector:
         rollout_id: the rollout.
 
     Attributes:
-        accepted: groups of the batch, at most `rollout_batch_size`.
+        batch_size: groups of a whole batch: `rollout_batch_size`, of each policy where there are several.
+        accepted: groups of the batch, at most so many.
         dropped: finished groups that the filter dropped.
         unused: groups to give back to the data source.
     """
@@ -56,6 +59,7 @@ class Collector:
         self._failures: Counter[str] = Counter()
         self._tries: Counter[int | None] = Counter()
         self._num_aborted_by_engine = 0
+        self.batch_size = args.rollout_batch_size * max(1, len(policies_of(args)))
         self.accepted: list[Group] = []
         self.dropped: list[Group] = []
         self.unused: list[Group] = []
@@ -68,13 +72,14 @@ class Collector:
             RuntimeError: group after group is dropped, fails, or is aborted by an engine.
         """
         untouched = state.pendings.pop(task)
-        is_full = len(self.accepted) >= self.args.rollout_batch_size
+        is_full = self._is_full(untouched)
         try:
             if task.cancelled():
                 raise stray_cancellation(untouched)
             group = task.result()
             if is_full:
                 self.unused.append(self.give_back(group, untouched))
+                state.remaining_batch_size -= 1
                 return 0
             if is_unfinished(self.args, group):
                 self._take_aborted(group, untouched)
@@ -87,6 +92,14 @@ class Collector:
             return 0
         state.remaining_batch_size -= 1
         return 0
+
+    def _is_full(self, group: Group) -> bool:
+        """Whether the batch has all groups of this one's policy."""
+        if self.batch_size == self.args.rollout_batch_size:
+            return len(self.accepted) >= self.batch_size
+        policy = group[0].metadata.get(POLICY)
+        there = sum(accepted[0].metadata.get(POLICY) == policy for accepted in self.accepted)
+        return there >= self.args.rollout_batch_size
 
     def offer(self, group: Group, *, num_expected: int) -> bool:
         """Accept a finished group into the batch, or drop it as the dynamic filter or --on-untrusted-reward says.
@@ -103,7 +116,7 @@ class Collector:
         """
         verdict = self._judge(group)
         if should_drop_dynamic_filter_output(
-            verdict, remaining_batch_size=num_expected, target_data_size=self.args.rollout_batch_size
+            verdict, remaining_batch_size=num_expected, target_data_size=self.batch_size
         ):
             self._drop(group, verdict.reason)
             return False
@@ -142,7 +155,7 @@ class Collector:
         self.unused.append(self.give_back(group, untouched))
         self._num_aborted_by_engine += 1
         logger.warning("an engine aborted a sample of prompt group %s; it is generated again", group[0].group_index)
-        if self._num_aborted_by_engine > max(10, self.args.rollout_batch_size):
+        if self._num_aborted_by_engine > max(10, self.batch_size):
             raise RuntimeError(
                 f"engines aborted {self._num_aborted_by_engine} groups although this rollout was not ending; "
                 "see the engine logs (memory, timeouts), or what the custom generate function sets as status"
@@ -167,16 +180,16 @@ class Collector:
         self._failures["dropped_groups"] += 1
         logger.warning("a group failed and is replaced by another prompt: %s", error)
         num_dropped = self._failures["dropped_groups"]
-        if num_dropped > max(_LEAST_FAILURES, _MAX_FAILURES_PER_PROMPT * self.args.rollout_batch_size):
+        if num_dropped > max(_LEAST_FAILURES, _MAX_FAILURES_PER_PROMPT * self.batch_size):
             raise RuntimeError(
                 f"--on-sample-error {policy}: {num_dropped} groups of rollout {self.rollout_id} failed, "
-                f"{len(self.accepted)} of {self.args.rollout_batch_size} were accepted; the last error: {error}"
+                f"{len(self.accepted)} of {self.batch_size} were accepted; the last error: {error}"
             ) from error
 
     def _drop(self, group: Group, reason: str | None) -> None:
         self.dropped.append(group)
         self._drops.on_dynamic_filter_drop(reason)
-        batch, num_dropped = self.args.rollout_batch_size, self._drops.num_dropped
+        batch, num_dropped = self.batch_size, self._drops.num_dropped
         name = self._filter_name or "--on-untrusted-reward drop"
         found = (
             f"{name} dropped {num_dropped} groups in rollout {self.rollout_id}, {len(self.accepted)} of "

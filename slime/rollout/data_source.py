@@ -15,6 +15,7 @@ from typing import Any
 from slime.checkpoints.paths import entries_of, manifest_of_state, state_path, to_disk, write_manifest
 from slime.checkpoints.rollout_files import load_dump
 from slime.config.args import Args
+from slime.config.lora_policies import policies_of
 from slime.processes.directories import READABLE, open_new
 from slime.rollout.hooks.errors import blame_hook, hook_name
 from slime.rollout.hooks.returns import check_picked
@@ -23,9 +24,11 @@ from slime.utils.data import Dataset
 from slime.utils.misc import load_function, needed, on_error
 from slime.utils.processing_utils import image_options, load_processor, load_tokenizer
 from slime.utils.types import Sample
+from slime.weights.adapters import POLICY
 
 logger = logging.getLogger(__name__)
 Group = list[Sample]
+_POLICIES = "policies"
 
 
 class DataSource(ABC):
@@ -275,6 +278,58 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         if trained_at is not None and WeightClock().version is None:
             for sample in (sample for group in self.buffer for sample in group):
                 sample.weight_versions = of_earlier_run(sample.weight_versions, trained_at)
+
+
+class PolicyDataSource(DataSource):
+    """The prompt files of several policies (--lora-policies), each as of a run of its own; the default for them.
+
+    A sample's metadata says whose it is, and which built-in reward it gets. Groups are numbered over all policies.
+    """
+
+    def __init__(self, args: Args) -> None:
+        self.sources = {policy.name: RolloutDataSourceWithBuffer(policy.of(args)) for policy in policies_of(args)}
+        self.policies, self._args = policies_of(args), args
+
+    def __len__(self) -> int:
+        return len(self.sources[self.policies[0].name])
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """The next `num_samples` groups of each policy, in turn."""
+        drawn = [self._of(number, num_samples) for number in range(len(self.policies))]
+        return [group for turn in zip(*drawn, strict=True) for group in turn]
+
+    def _of(self, number: int, num_samples: int) -> list[Group]:
+        policy, count = self.policies[number], len(self.policies)
+        groups = self.sources[policy.name].get_samples(num_samples)
+        for sample in (sample for group in groups for sample in group if POLICY not in sample.metadata):
+            sample.group_index = needed(sample.group_index) * count + number
+            sample.index = needed(sample.index) * count + number
+            sample.metadata = {**sample.metadata, POLICY: policy.name}
+            if policy.reward_path:
+                sample.custom_rm_path = policy.reward_path
+            elif policy.reward:
+                sample.metadata["rm_type"] = policy.reward
+        return groups
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Give groups back to their policies."""
+        for group in samples:
+            self.sources[group[0].metadata[POLICY]].add_samples([group])
+
+    def save(self, rollout_id: int) -> None:
+        """As of one policy; its state holds the places of all."""
+        first = next(iter(self.sources.values()))
+        first.metadata.pop(_POLICIES, None)
+        first.metadata[_POLICIES] = {name: source.state_dict() for name, source in self.sources.items()}
+        first.save(rollout_id)
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Restore the place of every policy; one that the state does not know begins anew."""
+        state = RolloutDataSourceWithBuffer(self.policies[0].of(self._args))
+        state.load(rollout_id)
+        for name, of_one in state.metadata.get(_POLICIES, {}).items():
+            if name in self.sources:
+                self.sources[name].load_state_dict(of_one)
 
 
 def pop_first(args: Args, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:

@@ -102,9 +102,9 @@ async def generate_rollout_async(
     collector = Collector(args, rollout_id)
     async with AsyncExitStack() as on_error:
         on_error.push_async_callback(_cancel_all, state)
-        with progress_bar(args.rollout_batch_size, f"rollout {rollout_id}") as bar:
-            while len(collector.accepted) < args.rollout_batch_size:
-                while state.remaining_batch_size < args.rollout_batch_size:
+        with progress_bar(collector.batch_size, f"rollout {rollout_id}") as bar:
+            while len(collector.accepted) < collector.batch_size:
+                while state.remaining_batch_size < collector.batch_size:
                     groups = draw_groups(args, data_source, args.over_sampling_batch_size)
                     state.submit_generate_tasks(restart_stale(args, rollout_id, groups))
                 bar.update(collector.take(state, await state.finished.get()))

@@ -8,6 +8,7 @@ process. Verbs marked *collective* are called by every rank, in the same order; 
 | `join_ranks`, `build` | once, in this order |
 | `layout` | at any time after `join_ranks` |
 | `load`, `load_weights` | after `build`: reference, teacher, then the policy |
+| `be_policy` | after `load`, and again and again, where the run has several policies |
 | `named_weights` | to copy the model's weights, or to put others in their place |
 | `micro_batches`, `forward`, `updates`, `update` | for each rollout, in this order |
 | `connect_engines`, `sync_weights` | the second after each rollout, or every few |
@@ -21,7 +22,7 @@ process. Verbs marked *collective* are called by every rank, in the same order; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from slime.config.lora_policies import LoraPolicy
 from slime.training.micro_batches import MicroBatches
 from slime.utils.train_data import RolloutBatch
 
@@ -66,6 +68,8 @@ class CheckpointSource:
     """Also the random states, where it has them; only a run with the same parallel layout can use them."""
     is_start: bool = False
     """What training starts from, and not the reference or a teacher."""
+    over_base: bool = False
+    """Of adapters: the base under them is loaded already."""
 
 
 class UnfinishedSave(Protocol):
@@ -143,6 +147,14 @@ class Backend(Protocol):
             DiskFull: it does not fit; what was at `path` before is still there.
         """
 
+    def be_policy(self, policy: LoraPolicy, *, anew: bool) -> None:
+        """Multiply adapters by this policy's scale, and update them at its rate, from now on (collective).
+
+        Args:
+            policy: of --lora-policies.
+            anew: give them its first values, too, and the optimizer none of its state.
+        """
+
     # ---- training
 
     def micro_batches(self, data: RolloutBatch) -> MicroBatches:
@@ -194,8 +206,11 @@ class Backend(Protocol):
             weight_version: of the last sync of this run; the next one sends the version after it.
         """
 
-    def sync_weights(self) -> tuple[int, dict[str, float]]:
+    def sync_weights(self, policies: Callable[[], Iterable[LoraPolicy]] | None = None) -> tuple[int, dict[str, float]]:
         """Send the weights to the engines (collective); returns their version and metrics of the sync.
+
+        Args:
+            policies: lets the model hold the adapters of each policy in turn; None where there is one.
 
         Raises:
             WeightSyncError: the engines do not have them, and stay paused.
@@ -203,14 +218,17 @@ class Backend(Protocol):
 
     # ---- checkpoints and copies
 
-    def begin_save(self, rollout_id: int, *, write_more: Callable[[Path], None]) -> UnfinishedSave:
-        """Write a checkpoint to --save but for its name, or begin to; model and optimizer may change afterwards.
+    def begin_save(
+        self, rollout_id: int, *, write_more: Callable[[Path], None], root: Path | None = None
+    ) -> UnfinishedSave:
+        """Write a checkpoint but for its name, or begin to; model and optimizer may change afterwards.
 
         Collective. What it holds is --checkpoint-contents; with --async-save files go on being written.
 
         Args:
             rollout_id: the iteration.
             write_more: called with the unfinished directory on every rank, to add files of its own.
+            root: where; None is --save.
 
         Raises:
             DiskFull: it does not fit; nothing of it is left.

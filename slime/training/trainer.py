@@ -22,6 +22,7 @@ from slime.algorithms.advantages import Advantages
 from slime.algorithms.losses import KlController
 from slime.checkpoints.paths import classify_checkpoint, resolve_checkpoint_dir
 from slime.config.args import Args
+from slime.config.lora_policies import policies_of
 from slime.observability.profiler import Profiler, recorder_of
 from slime.observability.timer import Timer, timer
 from slime.training.backend import Backend, CheckpointSource, UnfinishedSave
@@ -40,6 +41,7 @@ from slime.training.micro_batches import (
     to_host,
     to_tensors,
 )
+from slime.training.policies import PART, Policies, named_after, over_policies
 from slime.training.reports import TrainerRecorder, column_means, perf_metrics, save_train_data
 from slime.training.resume import (
     DiskFull,
@@ -118,6 +120,9 @@ class Trainer:
         start = CheckpointSource(args.load, args.ckpt_step, with_optimizer, not args.no_load_rng, is_start=True)
         iteration = backend.load(start)
         restore_controller(args, self._resumed_dir(), self._kl_controller)
+        self._policies = Policies(args, backend) if policies_of(args) else None
+        if self._policies is not None:
+            self._policies.begin(self._resumed_dir(), start, iteration)
         self._checks = CiChecks(args, self._weights, role=self.role)
         Timer().start("train_wait")
         return {"start_rollout_id": 0 if iteration is None or args.finetune else iteration + 1}
@@ -128,12 +133,14 @@ class Trainer:
 
     # ---- a rollout
 
-    def train(self, rollout_id: int, refs: list[Any], columns: Columns | None = None) -> list[MetricRecord]:
+    def train(
+        self, rollout_id: int, refs: list[Any] | dict[str, list[Any]], columns: Columns | None = None
+    ) -> list[MetricRecord]:
         """Train on one rollout.
 
         Args:
             rollout_id: which.
-            refs: one Box of training data per data-parallel rank.
+            refs: one Box of training data per data-parallel rank, with several policies of each by its name.
             columns: more columns of this rank's share, made by the other role: the critic's `values`.
 
         Returns:
@@ -142,13 +149,30 @@ class Trainer:
         if Timer().is_running("train_wait"):
             Timer().end("train_wait")
         with timer("train"):
-            data = cast(RolloutBatch, self._fetch(refs) | (columns or {}))
-            records = self.train_on(rollout_id, data)
+            if isinstance(refs, dict):
+                data, records = self._train_in_turns(rollout_id, refs)
+            else:
+                data = cast(RolloutBatch, self._fetch(refs) | (columns or {}))
+                records = self.train_on(rollout_id, data)
         seconds = Timer().log_dict()
         Timer().reset()
         Timer().start("train_wait")
         perf = self._perf(seconds, data)
         return [({**perf, "rollout/step": rollout_id}, "rollout/step"), *records]
+
+    def _train_in_turns(
+        self, rollout_id: int, refs: Mapping[str, list[Any]]
+    ) -> tuple[RolloutBatch, list[MetricRecord]]:
+        """Train each policy on its samples; returns the lengths of all of them, and the records."""
+        lengths: dict[str, list[int]] = {"total_lengths": [], "response_lengths": []}
+        per_policy, named = [], []
+        for policy in needed(self._policies).turns():
+            data = self._fetch(refs[policy.name])
+            per_policy.append(self.train_on(rollout_id, data))
+            named += named_after(policy, per_policy[-1])
+            for name, found in lengths.items():
+                found += cast(dict[str, Any], data)[name]
+        return cast(RolloutBatch, lengths), [*over_policies(per_policy), *named]
 
     def _fetch(self, refs: list[Any]) -> RolloutBatch:
         """This rank's share of a rollout."""
@@ -190,7 +214,7 @@ class Trainer:
                 records += self._update(rollout_id, micro_batches)
         if args.save_debug_train_data is not None:
             save_train_data(args.save_debug_train_data, rollout_id, micro_batches, self.parallel_config())
-        if self._records is not None:
+        if self._records is not None and self._policies is None:  # a file holds the samples of one training
             self._records.record(rollout_id, micro_batches, self.parallel_config())
         if args.ref_update_interval and (rollout_id + 1) % args.ref_update_interval == 0:
             with timer("ref_model_update"):
@@ -282,6 +306,9 @@ class Trainer:
         )
         if "hf" in args.checkpoint_contents:
             self.backend.export_hf(directory / HF_PART)
+        for policy in self._policies.turns() if self._policies is not None else ():
+            root = directory / PART / policy.name
+            self.backend.begin_save(rollout_id, write_more=lambda _: None, root=root).finish()
 
     def save_is_written(self) -> bool:
         """Whether all files of this rank are written, so that `finish_save` returns without waiting."""
@@ -338,7 +365,7 @@ class Trainer:
 
     def update_weights(self) -> dict[str, float]:
         """Send the weights to the engines, and keep a copy of them with --keep-old-actor; returns metrics."""
-        version, metrics = self.backend.sync_weights()
+        version, metrics = self.backend.sync_weights(None if self._policies is None else self._policies.adapters)
         if self.args.keep_old_actor:
             keep_version(self.args, self._weights, version)
         return metrics

@@ -7,12 +7,16 @@ server at the first request, and a scale that is not alpha / rank is ignored. So
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 BASE = "slime-base"
 """As `lora_path` of a request: the model without adapters, on an engine of ours."""
-_PREFIX = "slime-v"
+POLICY = "lora_policy"
+"""Key of a sample's metadata: the policy (--lora-policies) that answers it."""
+_LIVE = "slime-live@"
+_VERSION = re.compile(r"slime-v(?P<version>\d+)(?:@(?P<policy>[\w-]+))?(?:\.\d+)?")
 PEFT_PREFIX = "base_model.model."
 """Of the name of every tensor in a PEFT directory."""
 _IGNORED = ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern")
@@ -26,24 +30,40 @@ FUSED_IN_ENGINES = (
 """Projections of which SGLang makes one weight, where a model has them."""
 
 
-def adapter_name(version: int) -> str:
-    """The name of a version.
+def adapter_name(version: int, policy: str | None = None) -> str:
+    """The name of a version, of one policy where there are several.
 
-    >>> adapter_name(17)
-    'slime-v17'
+    >>> adapter_name(17), adapter_name(17, "math")
+    ('slime-v17', 'slime-v17@math')
     """
-    return f"{_PREFIX}{version}"
+    return f"slime-v{version}" + (f"@{policy}" if policy else "")
+
+
+def live_name(policy: str) -> str:
+    """As `lora_path` of a request: the newest version of a policy, on an engine of ours."""
+    return f"{_LIVE}{policy}"
 
 
 def version_of(name: Any) -> str | None:
     """The version that a name stands for; None where it is another adapter's.
 
-    >>> version_of("slime-v17"), version_of("slime-v17.2"), version_of("judge")
+    >>> version_of("slime-v17"), version_of("slime-v17@math.2"), version_of("judge")
     ('17', '17', None)
     """
-    if not isinstance(name, str) or not name.startswith(_PREFIX):
-        return None
-    return name.removeprefix(_PREFIX).partition(".")[0]
+    found = _VERSION.fullmatch(name) if isinstance(name, str) else None
+    return found and found["version"]
+
+
+def policy_of(name: str) -> str | None:
+    """The policy that the name of a version, or `live_name`, is about; None where there is one, without a name.
+
+    >>> policy_of("slime-v17@math.2"), policy_of("slime-live@math"), policy_of("slime-v17")
+    ('math', 'math', None)
+    """
+    if name.startswith(_LIVE):
+        return name.removeprefix(_LIVE)
+    found = _VERSION.fullmatch(name)
+    return found and found["policy"]
 
 
 def check_adapter(

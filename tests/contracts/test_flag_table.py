@@ -75,7 +75,15 @@ OURS = {
     "--log-eval-samples": "samples of an evaluation",
     "--lora-alpha": "LoRA",
     **dict.fromkeys(
-        ("--lora-adapter-path", "--lora-dropout", "--lora-exclude-modules", "--lora-init", "--lora-use-rslora"), "LoRA"
+        (
+            "--lora-adapter-path",
+            "--lora-dropout",
+            "--lora-exclude-modules",
+            "--lora-init",
+            "--lora-policies",
+            "--lora-use-rslora",
+        ),
+        "LoRA",
     ),
     "--lora-rank": "LoRA",
     "--lora-serve": "LoRA",

@@ -22,8 +22,10 @@ from slime.backends.megatron_utils.update_weight import from_adapters
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError
 from slime.backends.megatron_utils.update_weight.from_adapters import AdapterUpdater
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.config.args import Args
+from slime.config.lora_policies import LoraPolicy
 from slime.utils import http_utils
-from slime.weights.adapters import BASE
+from slime.weights.adapters import BASE, live_name
 from tests.integration.conftest import make_engine
 from tests.integration.trainer_world import trainer_args
 
@@ -282,6 +284,41 @@ def test_each_request_of_a_batch_gets_what_it_names(
         assert gap([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]], alone) <= TOLERANCE
     send(ours, drawn(tiny_models[0], 71))
     wait_until_loaded(engine, {"slime-v2"})
+
+
+def test_eight_policies_are_served_together_and_each_version_of_each_comes_and_goes(
+    engine: SGLangEngine,
+    updater: Callable[..., AdapterUpdater],
+    tiny_models: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More than the engine has places for (4, of which the base takes one): the rest wait, and all are answered."""
+    model, policies = tiny_models[0], [LoraPolicy(f"policy_{number}", lr=number) for number in range(8)]
+    ours = updater()
+    ours.args = Args.of(vars(ours.args))
+    ours.policies = lambda: iter(policies)
+    names = [live_name(policy.name) for policy in policies]
+    for version in (1, 2):
+        tensors = {policy.lr: drawn(model, 100 * version + int(policy.lr or 0)) for policy in policies}
+        monkeypatch.setattr(from_adapters, "adapter_tensors", lambda args, _, tensors=tensors: tensors[args.lr])
+        ours.update()
+        batch: dict[str, Any] = {"input_ids": [PROMPT] * 9, "lora_path": [*names, BASE], "logprob_start_len": 0}
+        batch |= {"return_logprob": True, "sampling_params": {"max_new_tokens": 1}}
+        answers = [
+            answer["meta_info"] for answer in http_utils.post_sync(f"{engine.url}/generate", batch, timeout_s=120)
+        ]
+        served = [[entry[0] for entry in answer["input_token_logprobs"][1:]] for answer in answers]
+        assert [answer["weight_version"] for answer in answers] == [str(version)] * 9
+        for number in (0, 3, 7):
+            assert gap(served[number], of_peft(model, tensors[number])) <= TOLERANCE
+        assert gap(served[8], of_peft(model, None)) <= TOLERANCE
+        assert min(gap(served[a], served[b]) for a in range(9) for b in range(a)) > 10 * TOLERANCE, "each its own"
+    wait_until_loaded(engine, {f"slime-v2@{policy.name}" for policy in policies} | {newest(engine)})
+
+
+def newest(engine: SGLangEngine) -> str:
+    """The adapter without a policy that an earlier test has left."""
+    return next(name for name in loaded(engine) if "@" not in name)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
+from slime.backends.megatron_utils.update_weight import from_adapters
 from slime.backends.megatron_utils.update_weight.from_adapters import AdapterUpdater
 from slime.backends.sglang_utils import cpu_standins, engine_patches
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, adapter_defaults, build_server_args
@@ -211,7 +212,8 @@ def test_an_adapter_too_small_for_16_bit_ends_no_run(check: Check, largest: floa
     fleet = mock.Mock(engines={})
     fleet.wait.return_value = []
     args, shared = check("--lora-rank 8").args, in_shared_memory({"q.lora_B.weight": torch.full((2, 8), largest)})
-    vars(updater).update(args=args, _is_unseen=True, _fleet=fleet, _plan=LoraPlan.of(args), _shared=shared)
+    of_one = from_adapters._Adapter(None, {"r": 8, "lora_alpha": 16.0}, {}, shared)
+    vars(updater).update(args=args, _is_unseen=True, _fleet=fleet, _adapters=[of_one])
     updater._see_that_it_is_served()
     assert (fleet.start.called, updater._is_unseen) == (is_asked, not is_asked)
 
@@ -273,7 +275,7 @@ def test_each_request_of_a_batch_gets_what_it_names(asked: Any, given: Any) -> N
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     live = engine_patches.LiveAdapter()
-    live.name = "slime-v3"
+    live.names = {None: "slime-v3"}
     batch = GenerateReqInput(input_ids=[[1, 2]] * 3, lora_path=asked)
     batch.normalize_batch_and_arguments()
     parts = [batch[number] for number in range(3)]

@@ -233,7 +233,9 @@ class FsdpBackend(MegatronBackend):
 
     # ---- checkpoints and copies
 
-    def begin_save(self, rollout_id: int, *, write_more: Callable[[Path], None]) -> UnfinishedCheckpoint:
+    def begin_save(
+        self, rollout_id: int, *, write_more: Callable[[Path], None], root: Path | None = None
+    ) -> UnfinishedCheckpoint:
         args = self.args
 
         def write_all(directory: Path) -> None:
@@ -242,7 +244,7 @@ class FsdpBackend(MegatronBackend):
                 save_adapter(args, self._source, directory / ADAPTER_DIR)
 
         return begin_checkpoint(
-            needed(args.save),
+            str(root or needed(args.save)),
             rollout_id,
             self.state,
             contents=args.checkpoint_contents,

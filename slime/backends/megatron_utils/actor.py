@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from slime.backends.megatron_utils.checkpoint.iterations import (
 )
 from slime.backends.megatron_utils.data import Packing
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-from slime.backends.megatron_utils.layers.lora import load_adapter, save_adapter
+from slime.backends.megatron_utils.layers.lora import be_policy, load_adapter, save_adapter
 from slime.backends.megatron_utils.layers.value_head import is_of_head, is_value_model
 from slime.backends.megatron_utils.model.model_weights import is_of_adapter, named_tensors
 from slime.backends.megatron_utils.model.setup import TrainState, setup_model_and_optimizer
@@ -38,6 +38,7 @@ from slime.backends.megatron_utils.update_weight import WeightSyncError, connect
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather
 from slime.checkpoints.paths import classify_checkpoint
 from slime.config.args import Args
+from slime.config.lora_policies import LoraPolicy, policies_of
 from slime.config.megatron.arguments import model_shape
 from slime.config.megatron.lora_plan import base_of, saved_plan
 from slime.training.adapters import ADAPTER_DIR
@@ -67,7 +68,7 @@ class MegatronBackend(Backend):
     state: TrainState
 
     def __init__(self, args: Args, where: Mapping[str, Any]) -> None:
-        self.args = args
+        self.args = self._adapter_args = args
         self.updater: Any = None
         self._where = where
 
@@ -127,7 +128,7 @@ class MegatronBackend(Backend):
     def load(self, source: CheckpointSource) -> int | None:
         args, state, iteration = self.args, self.state, None
         has_adapters = args.lora_rank is not None and saved_plan(source.path, source.step) is not None
-        if has_adapters:
+        if has_adapters and not source.over_base:
             self.load(CheckpointSource(base_of(args), args.ref_ckpt_step, False, False))
         if classify_checkpoint(source.path) == "megatron":
             iteration = load_checkpoint(
@@ -142,6 +143,19 @@ class MegatronBackend(Backend):
             state.optimizer.reload_model_params()  # its fp32 copies are still those of the initial weights
         logger.info("loaded %s (iteration %s)", source.path, iteration)
         return iteration
+
+    def be_policy(self, policy: LoraPolicy, *, anew: bool) -> None:
+        args, state = policy.of(self.args), self.state
+        self._adapter_args = args
+        be_policy(args, state.model, draws_for=policy.name if anew else None)
+        if anew:
+            state.optimizer.reload_model_params()
+            make_moments(state.optimizer)
+            reset_optimizer_states(state.optimizer)
+            state.scheduler.num_steps = 0
+        for group in (group for one in _torch_optimizers(state.optimizer) for group in one.param_groups):
+            group |= {"max_lr": args.lr, "min_lr": min(args.min_lr, args.lr)}
+        state.scheduler.step(increment=0)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         is_whole, is_critic = self.args.lora_rank is None, is_value_model(self.args)
@@ -221,9 +235,10 @@ class MegatronBackend(Backend):
             updater=self.updater,
         )
 
-    def sync_weights(self) -> tuple[int, dict[str, float]]:
+    def sync_weights(self, policies: Callable[[], Iterable[LoraPolicy]] | None = None) -> tuple[int, dict[str, float]]:
         if self.updater is None:
             raise RuntimeError("update_weights was called before connect_rollout_engines")
+        self.updater.policies = policies
         try:
             metrics = self.updater.update()
         except WeightSyncError as error:
@@ -233,16 +248,19 @@ class MegatronBackend(Backend):
 
     # ---- checkpoints and copies
 
-    def begin_save(self, rollout_id: int, *, write_more: Callable[[Path], None]) -> UnfinishedCheckpoint:
+    def begin_save(
+        self, rollout_id: int, *, write_more: Callable[[Path], None], root: Path | None = None
+    ) -> UnfinishedCheckpoint:
         args, state = self.args, self.state
 
         def write_all(directory: Path) -> None:
             write_more(directory)
-            if args.lora_rank is not None and not is_value_model(args):
-                save_adapter(args, state.model, directory / ADAPTER_DIR)
+            is_of_one = root is not None or not policies_of(args)
+            if args.lora_rank is not None and is_of_one and not is_value_model(args):
+                save_adapter(self._adapter_args, state.model, directory / ADAPTER_DIR)
 
         return begin_checkpoint(
-            needed(args.save),
+            root or needed(args.save),
             rollout_id,
             model=state.model,
             optimizer=state.optimizer,

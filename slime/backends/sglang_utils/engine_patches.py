@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.utils.http.network import out_of_reach
-from slime.weights.adapters import BASE, version_of
+from slime.weights.adapters import BASE, live_name, policy_of, version_of
 from slime.weights.names import read_header
 
 PROBE = "probe"
@@ -174,8 +174,8 @@ def keep_host_copies() -> None:
 def serve_live_adapter() -> None:
     """Have a server with LoRA generate with the newest version of the run's adapter (`slime.weights.adapters`).
 
-    - A request that names no adapter gets the version that was loaded last, as soon as generating is not paused. So
-      do those of hooks, agents and judges that never heard of LoRA; `BASE` asks for the model without adapters.
+    - A request that names no adapter gets the version that was loaded last, once generating is not paused. So do
+      those of hooks, agents and judges. `BASE` asks for the base, `live_name` for one of several policies.
     - It keeps that version until it ends, and its answer says so: SGLang knows the base's version alone.
     - A version that is not the newest leaves once its last request has ended. SGLang itself would wait for that with
       a lock that loads need, too: with paused requests nothing would ever go on.
@@ -190,12 +190,12 @@ def serve_live_adapter() -> None:
     async def resolve_live(manager: Any, request: Any) -> None:
         if not isinstance(request, GenerateReqInput) or str(request.rid).startswith("HEALTH_CHECK"):
             return await resolve(manager, request)
-        asked, newest = request.lora_path, live.name
+        asked, newest = request.lora_path, dict(live.names)
         live.give_to(request, asked)
         try:
             return await resolve(manager, request)
         except ValueError:
-            if live.name == newest:
+            if live.names == newest:
                 raise
         live.give_to(request, asked)  # it has left between the two
         return await resolve(manager, request)
@@ -241,11 +241,11 @@ class LiveAdapter:
     """The version of the run's adapter that a server serves.
 
     Attributes:
-        name: under which SGLang has it; None before the first.
+        names: policy (None: there is one, without a name) -> SGLang's name of its newest version.
     """
 
     def __init__(self) -> None:
-        self.name: str | None = None
+        self.names: dict[str | None, str] = {}
         self._leaving: set[asyncio.Task[None]] = set()
 
     def give_to(self, request: Any, asked: Any) -> None:
@@ -265,10 +265,22 @@ class LiveAdapter:
             part.lora_path = names[number]
 
     def _chosen(self, asked: str | None) -> str | None:
-        """SGLang's name of what a request asks for: the newest version without a name, none for `BASE`."""
-        if not asked:
-            return self.name
-        return None if asked == BASE else asked
+        """SGLang's name of what a request asks for: the newest version without a name, none for `BASE`.
+
+        Raises:
+            ValueError: there are several policies, and it names none of them.
+        """
+        if asked == BASE:
+            return None
+        policy = policy_of(asked) if asked else None
+        if asked and (policy is None or version_of(asked)):
+            return asked
+        if not self.names:
+            return None  # adapters begin at zero
+        if policy not in self.names:
+            known = ", ".join(live_name(name) for name in self.names if name)
+            raise ValueError(f"lora_path {asked}: this run has several policies; name one of {known or BASE}")
+        return self.names[policy]
 
     def noting(self, load: Callable[..., Any]) -> Callable[..., Any]:
         """SGLang's way to load, after which the version that was loaded is served, and others leave."""
@@ -286,14 +298,14 @@ class LiveAdapter:
             request.lora_name = next(name for name in names if name not in taken)  # the same version, sent again
             result = await load(manager, request, *more)
             if result.success:
-                self.name = request.lora_name
+                self.names[policy_of(request.lora_name)] = request.lora_name
                 self._dismiss_others(manager)
             return result
 
         return load_and_note
 
     def _dismiss_others(self, manager: Any) -> None:
-        stay = {self.name} | {task.get_name() for task in self._leaving}
+        stay = {*self.names.values()} | {task.get_name() for task in self._leaving}
         for name, ref in manager.lora_registry.get_all_adapters().items():
             if version_of(name) is not None and name not in stay:
                 task = asyncio.get_running_loop().create_task(self._leave(manager, name, ref.lora_id), name=name)

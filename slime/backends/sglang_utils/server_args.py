@@ -16,6 +16,7 @@ from typing import Any
 
 from slime.backends.sglang_utils.cpu_standins import CPU_ATTENTION_BACKEND
 from slime.config.args import Args
+from slime.config.lora_policies import policies_of
 from slime.config.megatron.lora_plan import LoraPlan, served_plan
 from slime.utils.misc import url_host
 from slime.weights.names import read_config
@@ -152,9 +153,9 @@ def adapter_defaults(args: Args, plan: LoraPlan) -> dict[str, Any]:
     """Sizes of an engine's room for LoRA adapters, unless flags say otherwise.
 
     The model without adapters takes a place in a batch, too. With requests in flight over a sync, a batch may hold
-    the newest version and two earlier ones; what finds no place waits.
+    the newest version and two earlier ones, of each policy; what finds no place waits.
     """
-    places = 4 if args.update_weights_in_flight else 2
+    places = 1 + (3 if args.update_weights_in_flight else 1) * max(1, len(policies_of(args)))
     found: dict[str, Any] = {"max_lora_rank": plan.rank, "max_loras_per_batch": places}
     if args.accelerator == "cpu":
         found["lora_backend"] = "torch_native"

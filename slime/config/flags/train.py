@@ -396,3 +396,9 @@ class ModelPartFlags:
     lora_adapter_path: str | None = flag(
         None, "PEFT directory whose adapter training starts from (a run that resumes has its own)", needs="lora_rank"
     )
+    lora_policies: str | None = flag(
+        None,
+        "YAML file of several policies (name, data, reward, rank, alpha, lr), each with adapters of its own over one "
+        "base; --rollout-batch-size is then of each policy",
+        needs="lora_rank",
+    )

@@ -12,6 +12,7 @@ from typing import Any
 from slime.checkpoints.metadata import check_names
 from slime.checkpoints.paths import MODEL_SHAPE_FILE, classify_checkpoint, resolve_checkpoint_dir
 from slime.config.args import Args
+from slime.config.lora_policies import policy_problems
 from slime.config.megatron.arguments import kernel_problems, megatron_problems
 from slime.config.megatron.flag_classes import groups_by_option, refused_flags, registered
 from slime.config.megatron.lora_plan import LoraPlan, lora_problems
@@ -90,6 +91,7 @@ OWN_NOT_BUILT = [
     "enable_mtp_training",
     "use_routing_replay",
     "use_rollout_routing_replay",
+    "lora_policies",
     "only_train_params_name_list",
     "freeze_params_name_list",
     "freeze_indexer",
@@ -158,6 +160,7 @@ def problems_of_run(args: Args, hf_config: Mapping[str, Any] | None) -> Problems
     problems.environment += foreign_checkpoints(args)
     problems.wrong += lora_problems(args)
     if args.train_backend == "megatron":
+        problems.wrong += policy_problems(args)
         problems.extend(kernel_problems(args, hf_config))
     return problems
 

@@ -23,7 +23,7 @@ from slime.observability.trackers import EvalSample, pick_eval_samples
 from slime.processes.progress import counts_under_way
 from slime.ray.placement import Slot
 from slime.ray.rollout.engine_control import EngineControl
-from slime.ray.rollout.shares import Generated, call_log_hook, dump_samples, make_samples, make_shares
+from slime.ray.rollout.shares import Generated, Shares, call_log_hook, dump_samples, make_samples, make_shares
 from slime.ray.utils import MANAGER, publish_progress, redirect_output
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.fully_async_rollout import save_data_source, settle_worker, stop_worker
@@ -32,7 +32,7 @@ from slime.rollout.hooks.returns import check_data_source
 from slime.rollout.sampling.weight_versions import SyncSchedule, WeightClock
 from slime.utils.errors import line_of_full_disk
 from slime.utils.http.api_keys import use_keys
-from slime.utils.misc import Box, hook_args, load_function, needed, spare_garbage_collector
+from slime.utils.misc import hook_args, load_function, needed, spare_garbage_collector
 from slime.utils.processing_utils import load_processor, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -139,11 +139,11 @@ class RolloutManager(EngineControl):
         self._generated = make_samples(self.args, rollout_id, self.rollout_function, self.data_source)
 
     @ray.method(num_returns=2)
-    def train_data(self) -> tuple[list[Box], list[MetricRecord]]:
+    def train_data(self) -> tuple[Shares, list[MetricRecord]]:
         """The training data of the rollout that was generated last.
 
         Returns:
-            one Box with an object reference per data-parallel rank (none without trainers), and the metric records;
+            what `make_shares` does, and the metric records;
             nothing where it was not generated: the caller gets the error from `generate`.
         """
         rollout, self._generated = self._generated, None

@@ -18,6 +18,7 @@ import ray
 
 from slime.checkpoints.rollout_files import load_samples, save_dump, subsample
 from slime.config.args import Args
+from slime.config.lora_policies import policies_of
 from slime.observability import logging_utils
 from slime.observability.rollout_metrics import log_rollout_data
 from slime.observability.rollout_records.recorder import SampleRecorder
@@ -33,9 +34,10 @@ from slime.rollout.train_data import (
     samples_to_train_data,
 )
 from slime.utils.dp_schedule import build_dp_schedule
-from slime.utils.misc import Box, hook_args, load_function
+from slime.utils.misc import Box, group_by, hook_args, load_function
 from slime.utils.train_data import FlatColumn, flatten_columns
 from slime.utils.types import Sample
+from slime.weights.adapters import POLICY
 
 # Flags of the hooks that are called between the rollout function and the trainer.
 HOOKS_ON_SAMPLES = (
@@ -43,6 +45,10 @@ HOOKS_ON_SAMPLES = (
     "custom_reward_post_process_path",
     "custom_convert_samples_to_train_data_path",
 )
+
+
+Shares = list[Box] | dict[str, list[Box]]
+"""Of each data-parallel rank; with several policies (--lora-policies) of each of them."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ def make_shares(
     parallel_config: Mapping[str, int],
     server_metrics: Mapping[str, float],
     recorder: SampleRecorder,
-) -> list[Box]:
+) -> Shares:
     """Dump, check, log and record the samples of a rollout, and make each data-parallel rank's share of them.
 
     Args:
@@ -93,7 +99,8 @@ def make_shares(
         recorder: keeps the samples for readers.
 
     Returns:
-        one Box with an object reference per data-parallel rank; none without trainers.
+        one Box with an object reference per data-parallel rank, of several policies by their names; none without
+        trainers.
     """
     dump_samples(args, rollout.samples, str(rollout.rollout_id))
     mask_untrusted(args, rollout.samples)
@@ -106,13 +113,17 @@ def make_shares(
     with recorder.rollout(rollout.rollout_id, rollout.samples) as recorded:
         if args.debug_rollout_only:
             return []
-        data = _convert(args, rollout.samples)
-        if rollout.weight_version is not None:
-            data["weight_version"] = rollout.weight_version
-        if recorded is not None:
-            data["recorded_indices"] = recorded
-        shares = split_train_data(args, data, parallel_config)
-        return [put_share(share, args.rollout_data_transport) for share in shares]
+        common = {"weight_version": rollout.weight_version, "recorded_indices": recorded}
+        common = {name: value for name, value in common.items() if value is not None}
+
+        def of(samples: list[Sample]) -> list[Box]:
+            shares = split_train_data(args, _convert(args, samples) | common, parallel_config)
+            return [put_share(share, args.rollout_data_transport) for share in shares]
+
+        if not policies_of(args):
+            return of(rollout.samples)
+        of_policies = group_by(rollout.samples, lambda sample: sample.metadata[POLICY])
+        return {policy.name: of(of_policies[policy.name]) for policy in policies_of(args)}
 
 
 def dump_samples(args: Args, samples: list[Sample], rollout_id: str) -> None:

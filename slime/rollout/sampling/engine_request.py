@@ -12,6 +12,7 @@ from slime.config.args import Args
 from slime.processes.progress import went_on
 from slime.rollout.sampling.images import check_count, engine_ids, image_data, with_image_stop
 from slime.utils.types import Sample
+from slime.weights.adapters import POLICY, live_name
 
 
 def router_url(args: Args) -> str:
@@ -51,6 +52,8 @@ def engine_payload(
     payload["sampling_params"] = with_image_stop(sample, sampling_params)
     if with_routed_experts:
         payload["return_routed_experts"] = True
+    if policy := sample.metadata.get(POLICY):
+        payload["lora_path"] = live_name(policy)
     return payload | ({"image_data": image_data(sample)} if sample.image_spans else {})
 
 

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,12 +34,13 @@ from slime.backends.megatron_utils.update_weight.engines import contact_of
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather, iter_hf_buckets
 from slime.backends.sglang_utils.weight_transfer import SharedTensors, adapter_tensors_of, in_shared_memory
 from slime.config.args import Args
+from slime.config.lora_policies import LoraPolicy
 from slime.config.megatron.lora_plan import LoraPlan
 from slime.training.adapters import peft_config, write_adapter
 from slime.utils.errors import UsageError
 from slime.utils.http.network import is_of_this_host
 from slime.utils.misc import needed
-from slime.weights.adapters import BASE, adapter_name, check_adapter
+from slime.weights.adapters import BASE, adapter_name, check_adapter, live_name
 from slime.weights.transports import FLAG, WeightDir
 
 logger = logging.getLogger(__name__)
@@ -49,13 +52,38 @@ FAINT = 1e-6
 of an engine's answers in bf16."""
 
 
+@dataclass
+class _Adapter:
+    """One policy's adapter of one version, on the source rank.
+
+    Attributes:
+        policy: its name; None where there is one.
+        config: of adapter_config.json, with the scale as alpha.
+        tensors: what was gathered. shared: a copy in memory that engines share.
+    """
+
+    policy: str | None
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    shared: SharedTensors
+
+    @property
+    def largest(self) -> float:
+        """The largest number of any B, times the scale."""
+        of_b = (tensor for name, tensor in self.shared.tensors.items() if ".lora_B." in name)
+        return max(float(tensor.abs().max()) for tensor in of_b) * self.config["lora_alpha"] / self.config["r"]
+
+
 class AdapterUpdater(WeightUpdater):
-    """Loads each version's LoRA adapter into the engines.
+    """Loads each version's LoRA adapter into the engines; of several policies all of them, as one version.
 
     Args:
         args: as of `WeightUpdater`, the `lora_*` flags, `update_weight_transport`, `update_weight_disk_dir`,
             `update_weight_disk_keep_files`, `output_dir`, `offload_rollout`.
         model: this rank's Megatron model chunks, or what has the weights and adapters of another backend.
+
+    Attributes:
+        policies: lets the model hold the adapter of each policy in turn; None where there is one.
     """
 
     is_over_files = True  # no other way takes its place: engines cannot load weights under their adapters
@@ -65,12 +93,11 @@ class AdapterUpdater(WeightUpdater):
         root = args.update_weight_disk_dir
         keeps, run = args.update_weight_disk_keep_files, str(args.output_dir)
         self._dir = WeightDir(Path(root).absolute(), keeps_files=keeps, run=run) if root else None
-        self._plan = needed(LoraPlan.of(args))
-        self._config = peft_config(args) | {"lora_alpha": self._plan.scale * self._plan.rank}
+        self.policies: Callable[[], Iterable[LoraPolicy]] | None = None
+        self._max_rank = args.sglang_max_lora_rank or needed(args.lora_rank)
         self._readers: list[int] = []
         self._base: dict[str, tuple[int, ...]] = {}
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._shared: SharedTensors | None = None
+        self._adapters: list[_Adapter] = []
         self._is_new = self._is_unseen = True
         self._pack_s = 0.0
 
@@ -102,8 +129,12 @@ class AdapterUpdater(WeightUpdater):
         begin = time.monotonic()
         for chunk in self.model if isinstance(self.model, Sequence) else ():
             finish_param_gather(chunk)
-        tensors = adapter_tensors(self.args, self.model)
-        self._by_source(lambda: self._make_ready(tensors), also=(OSError, SafetensorError))
+        self._adapters = []
+        for policy in (None,) if self.policies is None else self.policies():
+            args = self.args if policy is None else policy.of(self.args)
+            tensors, name = adapter_tensors(args, self.model), None if policy is None else policy.name
+            ready = partial(self._make_ready, tensors, args, name)
+            self._by_source(ready, also=(OSError, SafetensorError))
         self._pack_s = time.monotonic() - begin
 
     def _look_at_base(self) -> None:
@@ -111,26 +142,34 @@ class AdapterUpdater(WeightUpdater):
         for bucket in self._buckets():
             self._base |= {name: tuple(tensor.shape) for name, tensor in bucket}
 
-    def _make_ready(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _make_ready(self, tensors: dict[str, torch.Tensor], args: Args, policy: str | None) -> None:
         """Check the adapter, and copy it to the host, and to a file where engines read one."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        max_rank = self.args.sglang_max_lora_rank or self._plan.rank
+        shapes, plan = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, needed(LoraPlan.of(args))
+        config = peft_config(args) | {"lora_alpha": plan.scale * plan.rank}
         try:
-            check_adapter(shapes, self._config, base=self._base, max_rank=max_rank)
+            check_adapter(shapes, config, base=self._base, max_rank=self._max_rank)
         except ValueError as error:
             raise WeightSyncError(f"weight sync {self.weight_version}: {error}", is_final=True) from None
-        self._tensors, self._shared = tensors, in_shared_memory(tensors)
+        if policy is not None:  # the model holds another's soon
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        self._adapters.append(_Adapter(policy, config, tensors, in_shared_memory(tensors)))
         if self._readers:
-            self._write()
+            self._write(self._adapters[-1])
 
-    def _write(self) -> None:
-        """Write this version's directory; it has its name once it is complete."""
+    def _path(self, adapter: _Adapter) -> Path:
+        """The version's directory, in it one of each policy where there are several."""
         path = needed(self._dir).path(self.weight_version)
+        return path / adapter.policy if adapter.policy else path
+
+    def _write(self, adapter: _Adapter) -> None:
+        """Write the adapter's directory; it has its name once it is complete."""
+        path = self._path(adapter)
+        path.parent.mkdir(exist_ok=True)
         unfinished = path.with_name(f"{path.name}.unfinished")
         for left in (path, unfinished):  # of a sync that failed
             needed(self._dir).remove(left)
-        own = {name: tensor.clone() for name, tensor in needed(self._shared).tensors.items()}
-        write_adapter(own, self._config, unfinished)
+        own = {name: tensor.clone() for name, tensor in adapter.shared.tensors.items()}
+        write_adapter(own, adapter.config, unfinished)
         unfinished.rename(path)
 
     def _pause(self) -> None:
@@ -143,7 +182,8 @@ class AdapterUpdater(WeightUpdater):
             return None
         version = str(self.weight_version)
         try:
-            self._load()
+            for adapter in self._adapters:
+                self._load(adapter)
             if self._is_new:
                 self.checks.compare(self.fleet, self.weight_version)
             else:
@@ -157,19 +197,20 @@ class AdapterUpdater(WeightUpdater):
     def _before_next_attempt(self) -> None:
         """Copy the adapter anew: checksums of a copy that was damaged would agree with it."""
         if self.is_source:
-            self._shared = in_shared_memory(self._tensors)
+            for adapter in self._adapters:
+                adapter.shared = in_shared_memory(adapter.tensors)
 
-    def _load(self) -> None:
-        """Have every engine load the adapter, and wait for all."""
-        name, calls = adapter_name(self.weight_version), {}
+    def _load(self, adapter: _Adapter) -> None:
+        """Have every engine load an adapter, and wait for all."""
+        name, calls = adapter_name(self.weight_version, adapter.policy), {}
         local = [number for number in self.fleet.engines if number not in self._readers]
         kept = None
         if local:
             sizes = [self.engine_sizes[number] for number in local]
-            bodies, kept = adapter_tensors_of(needed(self._shared), self._config, sizes, with_checksums=self._is_new)
+            bodies, kept = adapter_tensors_of(adapter.shared, adapter.config, sizes, with_checksums=self._is_new)
             calls = self.fleet.some(local).start_each("load_adapter", [((name,), body) for body in bodies])
         if self._readers:
-            path = str(needed(self._dir).path(self.weight_version))
+            path = str(self._path(adapter))
             calls |= self.fleet.some(self._readers).start("load_adapter", name, path=path)
         self.fleet.wait(calls, f"the load of adapter {name}")
         del kept
@@ -186,7 +227,7 @@ class AdapterUpdater(WeightUpdater):
     def _update(self) -> dict[str, float]:
         metrics = super()._update()
         self._by_source(self._see_that_it_is_served)
-        self._tensors, self._shared = {}, None
+        self._adapters = []
         return metrics
 
     def _see_that_it_is_served(self) -> None:
@@ -195,22 +236,23 @@ class AdapterUpdater(WeightUpdater):
         Engines that gave their memory up have no cache to generate with yet; what they serve shows in
         `train/train_rollout_logprob_abs_diff`.
         """
-        if not self._is_unseen or self.args.offload_rollout:
+        if not self._is_unseen or self.args.offload_rollout or min(one.largest for one in self._adapters) < FAINT:
             return
-        tensors = needed(self._shared).tensors
-        largest = max(float(tensor.abs().max()) for name, tensor in tensors.items() if ".lora_B." in name)
-        if largest * self._plan.scale < FAINT:
-            return
-        asked = [self.fleet.start("prompt_log_probs", PROBE_TOKENS, adapter=adapter) for adapter in (None, BASE)]
-        live, base = (self.fleet.wait(calls, "answering with and without the adapter") for calls in asked)
-        for number, ours, theirs in zip(self.fleet.engines, live, base, strict=True):
-            if ours == theirs:
-                raise WeightSyncError(
-                    f"{contact_of(self.fleet.engines[number], number)} has loaded {adapter_name(self.weight_version)}"
-                    ", and answers as without it",
-                    is_final=True,
-                )
+        base = self.fleet.wait(self._asked(BASE), "answering without the adapter")
+        for adapter in self._adapters:
+            asked = self._asked(live_name(adapter.policy) if adapter.policy else None)
+            live = self.fleet.wait(asked, "answering with the adapter")
+            for number, ours, theirs in zip(self.fleet.engines, live, base, strict=True):
+                if ours == theirs:
+                    raise WeightSyncError(
+                        f"{contact_of(self.fleet.engines[number], number)} has loaded "
+                        f"{adapter_name(self.weight_version, adapter.policy)}, and answers as without it",
+                        is_final=True,
+                    )
         self._is_unseen = False
+
+    def _asked(self, adapter: str | None) -> Any:
+        return self.fleet.start("prompt_log_probs", PROBE_TOKENS, adapter=adapter)
 
 
 def _is_elsewhere(engine: Any, number: int) -> bool:
