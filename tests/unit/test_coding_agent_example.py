@@ -27,8 +27,10 @@ from slime.agent.settings import check_args
 from slime.utils.http_utils import post
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
+from tests.rollout import test_example_loop as loop
 from tests.unit.agent_fakes import FakeTokenizer, ScriptedEngine, served
 
+callbacks = loop.callbacks
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "examples/coding_agent_rl/run-coding-agent-cpu.sh"
 ROW = {"image": "img", "workdir": "/testbed", "problem_statement": "fix it", "eval_cmd": "true", "instance_id": "i-1"}
@@ -75,8 +77,18 @@ class FakeSandbox:
 def run(monkeypatch):
     """Runs the example's generate with fake sandboxes and a scripted engine: (samples, agents' and graders' boxes)."""
 
-    def run(metadata: Any = None, *, agent: Any = None, texts: Any = ("done",), **box: Any):
+    def run(metadata: Any = None, *, agent: Any = None, texts: Any = ("done",), before_more: Any = None, **box: Any):
         made: list[FakeSandbox] = []
+
+        async def all_samples(args: Any, sample: Sample) -> list[Sample]:
+            """The samples of one execution; then, after `before_more()`, an execution for each other text at once."""
+            more = [Sample.from_dict(sample.to_dict()) for _ in texts[1:]]
+            samples: list[Sample] = await gen.generate(args, sample, sampling_params={})
+            if before_more:
+                before_more()
+                done = await asyncio.gather(*(gen.generate(args, one, sampling_params={}) for one in more))
+                samples = [one for several in (samples, *done) for one in several]
+            return samples
 
         def make(image: str) -> FakeSandbox:
             made.append(FakeSandbox(image, agent=agent or ask, **box))
@@ -102,7 +114,7 @@ def run(monkeypatch):
             )
             sample = Sample(index=5, group_index=2, prompt="p", metadata=dict(ROW if metadata is None else metadata))
             try:
-                samples = asyncio.run(gen.generate(args, sample, sampling_params={}))
+                samples = asyncio.run(all_samples(args, sample))
             finally:
                 if gen._AdapterService in SingletonMeta._instances:
                     gen._AdapterService(args).gateway.stop()
@@ -135,6 +147,16 @@ def test_a_row_becomes_a_graded_sample_of_the_session(run):
     ]
     assert order == sorted(order), "the agent is killed before its changes are read"
     assert grader is not box and grader.files[swe.PATCH] == "diff --git a/x b/x\n"
+
+
+def test_no_callback_of_an_agent_computes_for_more_than_50_ms(run, callbacks):
+    """Of no thread: not the loop's, and not the gateway's, whose loop all agents share."""
+    samples, boxes = run(
+        diff="diff --git a/x b/x\n", texts=(1 + loop.NUM_SAMPLES) * ("done",), before_more=callbacks.clear
+    )
+    assert len(boxes) == 2 * len(samples) == 2 * (1 + loop.NUM_SAMPLES)
+    assert all(sample.reward == 1.0 and sum(sample.loss_mask) == len("done") for sample in samples)
+    assert [slow for thread in callbacks.values() for slow in thread if slow[0] > loop.LIMIT_S] == []
 
 
 def test_what_does_not_pass_or_apply_is_worth_nothing(run):
