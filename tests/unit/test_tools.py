@@ -27,7 +27,7 @@ KNOWN = {
     "analyze_profile": "profile-dir rank all-ranks top-n",
     "trace_timeline_viewer": "rebuild serve no-serve port",
 }
-TOOLS = sorted({path.name for path in ROOT.glob("tools/*.py")} | {f"{name}.py" for name in KNOWN})
+TOOLS = sorted({path.name for path in ROOT.glob("tools/[!_]*.py")} | {f"{name}.py" for name in KNOWN})
 
 
 def run(tool: str, *argv: str) -> int | str | None:
