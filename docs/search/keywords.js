@@ -107,4 +107,5 @@ const PAGE_KEYWORDS = {
   "examples/retool/README": "python tool code interpreter",
   "examples/bring_your_own_task/README": "template example own task complete",
   "docs/rollout_buffer": "human feedback labels external generator loop annotators",
+  "docs/fsdp_figures": "fsdp speed parity tested models gpu",
 };

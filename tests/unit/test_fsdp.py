@@ -463,7 +463,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "ministral": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
 }
-"""model_type of transformers -> what its tiny model has beside the sizes; docs/backends.md has them in a table."""
+"""model_type of transformers -> what its tiny model has beside the sizes; docs/fsdp_figures.md has them in a table."""
 
 
 def test_packed_samples_have_the_log_probs_that_transformers_gives_each_alone(families: dict[str, Path]) -> None:
