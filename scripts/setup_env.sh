@@ -112,6 +112,17 @@ stage() {
 }
 
 pip_install() { "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input "$@" </dev/null; }
+install_cpu() {
+    pip_install --no-deps -r "$root/requirements-cpu.txt"
+    # A torchvision that was built for another torch, as PyPI's is for CUDA: without its compiled operators, which nothing here
+    # calls, all that keeps it from being imported is that it describes two of them.
+    "$venv/bin/python" -c 'import torchvision' 2>/dev/null && return
+    local site
+    site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    sed -i -E 's/^@(torch\.library\.register_fake\("torchvision::q?nms"\))$/@(\1 if torchvision.extension._has_ops() else lambda fn: fn)/' \
+        "$site/torchvision/_meta_registrations.py"
+    "$venv/bin/python" -c 'import torchvision'
+}
 install_torch() { pip_install "$(grep '^torch==' "$root/requirements-cpu.txt")" -c "$root/requirements-cpu.txt"; }
 
 install_stages() {
@@ -120,7 +131,7 @@ install_stages() {
     else
         # torch goes first, by itself and with its dependencies: whichever build the machine's package index prefers is what fits it.
         stage torch requirements-cpu.txt install_torch
-        stage cpu requirements-cpu.txt pip_install --no-deps -r "$root/requirements-cpu.txt"
+        stage cpu requirements-cpu.txt install_cpu
     fi
     [ -z "$dev" ] || stage dev requirements-dev.txt pip_install --no-deps -r "$root/requirements-dev.txt"
     [ -z "$bench" ] || stage bench requirements-bench.txt pip_install --no-deps -r "$root/requirements-bench.txt"

@@ -30,6 +30,14 @@ from slime.config.args import Args
 from slime.rollout.mcp_tools import McpTools
 from slime.rollout.sampling.generation import GenerateState
 from slime.rollout.sampling.generation import generate as generate_once
+from slime.rollout.sampling.images import (
+    AnsweredImages,
+    collapsed,
+    image_token_id,
+    set_prompt,
+    with_images,
+    with_stop,
+)
 from slime.rollout.tool_calls import EnvError, ToolCall, ToolError, call_tool, parse_tool_calls, tool_names
 from slime.utils.errors import UsageError
 from slime.utils.mask_utils import TurnMarkers, find_turn_markers
@@ -83,7 +91,7 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], 
 async def converse(conversation: Conversation, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
     """`generate` for a conversation of a class of one's own, whose `calls` finds tool calls of another form."""
     sample, args = conversation.sample, conversation.args
-    conversation.begin()
+    await conversation.begin()
     while True:
         text = await conversation.write_turn(sampling_params, evaluation)
         if sample.status is not Status.COMPLETED:
@@ -115,6 +123,7 @@ async def generate_turns(
     """
     turns: list[Sample] = []
     messages: list[Message] = []
+    images: list[Any] = []
     counts: dict[str, Any] = {"tool_calls": 0, "tool_errors": 0}
     if servers := await McpTools.of(args):
         counts["mcp_calls"] = {}
@@ -123,9 +132,10 @@ async def generate_turns(
             sample.status = Status.ABORTED
             return [sample]
         turn = copy.deepcopy(sample)
+        turn.multimodal_inputs = with_images(turn, images)
         turn.rollout_id = sample.index if sample.rollout_id is None else sample.rollout_id
         conversation = Conversation(args, turn, servers)
-        conversation.begin(messages)
+        await conversation.begin(messages)
         turn.metadata |= {"round_number": number - 1, **counts}
         text = await conversation.write_turn(sampling_params, evaluation)
         if turn.status is Status.ABORTED:
@@ -135,6 +145,7 @@ async def generate_turns(
         answers = await conversation.use_tools(text) if turn.status is Status.COMPLETED else []
         counts = {name: turn.metadata[name] for name in counts}
         messages = [*turn.metadata["messages"], *answers]
+        images += conversation.images.take()
         if not answers:
             break
     else:
@@ -164,9 +175,9 @@ class Conversation:
     """A sample as messages: writes turns, makes their tool calls, and keeps tokens and metadata in step."""
 
     def __init__(self, args: Args, sample: Sample, servers: McpTools | None = None) -> None:
-        if not isinstance(sample.prompt, list) or sample.multimodal_inputs:
+        if not isinstance(sample.prompt, list):
             raise UsageError(
-                f"slime.rollout.multi_turn needs a prompt that is a list of text messages, not "
+                f"slime.rollout.multi_turn needs a prompt that is a list of messages, not "
                 f"{str(sample.prompt)[:80]!r}; point --input-key at the messages and leave --apply-chat-template off"
             )
         self.args = args
@@ -178,6 +189,8 @@ class Conversation:
             own = list(sample.metadata.get("tools") or [])
             sample.metadata["tools"] = own + [s for s in servers.schemas if tool_names([s])[0] not in tool_names(own)]
         self.tools: list[dict[str, Any]] | None = sample.metadata.get("tools")
+        self.images = AnsweredImages(GenerateState(args), args)
+        self.image_token = image_token_id(GenerateState(args).processor) if args.multimodal_keys else None
         self.template: dict[str, Any] = {"tools": self.tools, "template_kwargs": sample.apply_chat_template_kwargs}
 
     @property
@@ -185,7 +198,7 @@ class Conversation:
         """Every message after the prompt; the list is never changed in place, because copies of a sample share it."""
         return list(self.sample.metadata["messages"])
 
-    def begin(self, messages: list[Message] | None = None) -> None:
+    async def begin(self, messages: list[Message] | None = None) -> None:
         """Tokenise the prompt and the messages after it; a sample that has a response goes on where it stopped."""
         sample = self.sample
         if sample.response_length:
@@ -196,7 +209,7 @@ class Conversation:
         sample.metadata |= {"messages": list(messages or []), "round_number": 0, "tool_calls": 0, "tool_errors": 0}
         shown = [*self.prompt, *self.messages]
         text = render_chat(self.tokenizer, shown, tools=self.tools, **sample.apply_chat_template_kwargs)
-        sample.tokens = encode_text(self.tokenizer, text)
+        await set_prompt(sample, GenerateState(self.args), text)
 
     async def write_turn(self, sampling_params: dict[str, Any], evaluation: bool) -> str:
         """Let the model write, or finish, a turn; returns its text, and adds it to the messages unless aborted."""
@@ -205,6 +218,8 @@ class Conversation:
             metadata["turn_start"] = len(sample.tokens)
             metadata["round_number"] += 1
         sample.status = Status.PENDING
+        if self.image_token is not None:  # a tool may answer with an image later
+            sampling_params = with_stop(sampling_params, self.image_token)
         await generate_once(self.args, sample, sampling_params, evaluation)
         written = sample.tokens[metadata["turn_start"] :]
         text = turn_content(self.tokenizer, written, sample.apply_chat_template_kwargs)
@@ -224,7 +239,7 @@ class Conversation:
             the messages of the tools; none where the turn calls nothing, or the environment failed.
         """
         calls = self.calls(text)
-        if not calls:
+        if not calls or self.sample.tokens[-1] == self.image_token:  # an engine could not go on from there
             return []
         known = tool_names(self.tools)
         answers: list[Message] = []
@@ -235,7 +250,8 @@ class Conversation:
                 answer, succeeded = await call_tool(
                     function, self.args, self.sample, call, known=known, timeout_s=timeout_s
                 )
-                answers.append({"role": "tool", "name": call.name, "content": answer})
+                content = answer if isinstance(answer, str) else await self.images.read(answer)
+                answers.append({"role": "tool", "name": call.name, "content": content})
                 self.sample.metadata["tool_errors"] += not succeeded
         except EnvError as error:
             logger.warning("sample %s: its environment failed: %s", self.sample.index, error)
@@ -266,11 +282,13 @@ class Conversation:
         history = [*self.prompt, *self.messages]
         new = next_turn_tokens(self.tokenizer, history, answers, tokens=sample.tokens, **self.template)
         context = args.eval_max_context_len if evaluation else args.rollout_max_context_len
-        if sample.response_length + len(new) >= sampling_params["max_new_tokens"]:
+        length = len(new) + self.images.num_more
+        if sample.response_length + length >= sampling_params["max_new_tokens"]:
             return "length"
-        if context is not None and len(sample.tokens) + len(new) >= context:
+        if context is not None and len(sample.tokens) + length >= context:
             return "length"
         said = self.tokenizer.decode(new, skip_special_tokens=sampling_params.get("skip_special_tokens", False))
+        new = self.images.append_to(sample, new)
         sample.append_response_tokens(args, tokens=new, trainable=False, text=said)
         sample.metadata["messages"] = [*self.messages, *answers]
         return None
@@ -279,7 +297,7 @@ class Conversation:
         """Note by how many tokens the conversation rendered as a whole differs from the sample's."""
         history = [*self.prompt, *self.messages]
         self.sample.metadata["template_drift"] = count_drift(
-            self.tokenizer, history, tokens=self.sample.tokens, **self.template
+            self.tokenizer, history, tokens=collapsed(self.sample), **self.template
         )
 
 

@@ -11,11 +11,13 @@ filters, dumps and hooks see a number as its reward, not the teacher's whole ans
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from slime.config.args import Args
 from slime.rollout.rm_hub.service import Service, ask, unusable
 from slime.rollout.sampling.engine_request import required_model_url
+from slime.rollout.sampling.images import ends_with_image_token, engine_ids, image_data
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.http.api_keys import protect_service
 from slime.utils.types import Sample
@@ -42,15 +44,24 @@ async def _ask_teacher(args: Args, sample: Sample) -> float:
     if not sample.response_length:
         sample.teacher_log_probs = []
         return 0.0
+    if ends_with_image_token(sample):  # the teacher would wait for its image: the token is a word, and is not learnt
+        told = copy.copy(sample)
+        told.tokens, told.response_length = sample.tokens[:-1], sample.response_length - 1
+        await _ask_teacher(args, told)
+        sample.teacher_log_probs = [*(told.teacher_log_probs or []), 0.0]
+        sample.loss_mask = [*(sample.loss_mask or [1] * sample.response_length)[:-1], 0]
+        return 0.0
     service = _teacher(args)
     # From the last prompt token on: an engine gives no log-prob to the first token it is asked about.
     start = max(len(sample.tokens) - sample.response_length - 1, 0)
     payload = {
-        "input_ids": sample.tokens,
+        "input_ids": engine_ids(sample),
         "sampling_params": SAMPLING_PARAMS,
         "return_logprob": True,
         "logprob_start_len": start,
     }
+    if sample.image_spans:
+        payload["image_data"] = image_data(sample)
     answer = await ask(service, payload, sample)
     sample.teacher_log_probs = _response_log_probs(service, sample, answer)
     return 0.0

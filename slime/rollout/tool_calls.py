@@ -113,7 +113,7 @@ async def call_tool(
     *,
     known: Collection[str],
     timeout_s: float,
-) -> tuple[str, bool]:
+) -> tuple[Any, bool]:
     """Make one call: `function(args, sample, name, arguments)`, a coroutine function or a plain one (in a thread).
 
     Args:
@@ -122,7 +122,7 @@ async def call_tool(
             longer loses the processes that it has started, and goes on in its thread, unheard.
 
     Returns:
-        (text for the model, whether the call succeeded).
+        (text for the model, or content parts with images; whether the call succeeded).
 
     Raises:
         EnvError: the environment failed.
@@ -154,7 +154,19 @@ async def call_tool(
             f"tool {call.name} with {json.dumps(call.arguments)[:200]} raised {type(error).__name__}: {error}; raise "
             "slime.rollout.multi_turn.ToolError where the model is at fault"
         ) from error
-    return (result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)), True
+    return _content(result), True
+
+
+def _content(result: Any) -> Any:
+    """The content of a tool's message: its text, its parts where one is an image, else JSON."""
+    is_ready = isinstance(result, str) or _are_parts(result)
+    return result if is_ready else json.dumps(result, ensure_ascii=False, default=str)
+
+
+def _are_parts(result: Any) -> bool:
+    """Whether a tool answers with content parts, of which one is an image."""
+    parts = [part.get("type") for part in result if isinstance(part, dict)] if isinstance(result, list) else []
+    return len(parts) > 0 and len(parts) == len(result) and "image" in parts and {*parts} <= {"image", "text"}
 
 
 def _check_threads(args: Args, timeout_s: float) -> None:

@@ -122,7 +122,7 @@ async def _converse(
         episode = started["episode"]
         _take_prompt(sample, started)
         conversation = Conversation(args, sample)
-        conversation.begin()
+        await conversation.begin()
         reason = await _take_turns(args, conversation, params, evaluation, process, episode)
         if reason is None:
             untouched.status, untouched.end_reason = Status.ABORTED, "aborted"

@@ -402,7 +402,7 @@ def test_a_missing_tool_function_is_named(run, path):
 
 
 def test_a_prompt_that_is_text_or_a_response_of_another_function_is_refused(run):
-    with pytest.raises(UsageError, match="list of text messages, not 'text'.*--apply-chat-template off"):
+    with pytest.raises(UsageError, match="list of messages, not 'text'.*--apply-chat-template off"):
         run([], sample=Sample(prompt="text"))
     stranger = new_sample()
     stranger.tokens, stranger.response_length = [1, 2], 1

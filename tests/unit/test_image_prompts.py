@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from PIL import Image
 
 from slime.rollout.hooks.sample_errors import sample_problem
+from slime.rollout.sampling.attempts import fresh_copy
 from slime.rollout.sampling.images import (
+    AnsweredImages,
     ImagePrompt,
-    add_images,
     check_count,
     engine_ids,
     find_images,
@@ -165,12 +167,23 @@ def test_a_sample_whose_images_do_not_fit_its_tokens_is_refused(changes: dict[st
 def test_images_that_come_later_are_added_without_touching_those_of_other_samples() -> None:
     sample, other = a_sample(), a_sample()
     other.multimodal_inputs, other.multimodal_train_inputs = sample.multimodal_inputs, sample.multimodal_train_inputs
-    added = read_prompt(Processor(), LetterTokenizer(), "cI", [picture(2)])
-    add_images(sample, sample.tokens, added, [picture(2)])
-    sample.append_response_tokens(tokens=added.tokens, trainable=False)
+    answered = AnsweredImages(SimpleNamespace(processor=Processor(), tokenizer=LetterTokenizer()), rollout_args())
+    parts = [{"type": "image", "image": picture(2)}, {"type": "text", "text": "see"}]
+    assert asyncio.run(answered.read(parts)) == [{"type": "image"}, parts[1]]
+    assert answered.num_more == 1, "two tokens in the place of one"
+    new = answered.append_to(sample, [ord("c"), IMAGE])
+    sample.append_response_tokens(tokens=new, trainable=False)
     assert sample.image_spans == [[1, 4], [9, 2]]
     assert engine_ids(sample) == [*(ord(c) for c in "aIb"), 50, 51, *(ord(c) for c in "cI")]
     assert sample_problem(rollout_args(), sample) is None and sample_problem(rollout_args(), other) is None
     assert sample.multimodal_train_inputs is not None and other.multimodal_train_inputs is not None
     grids = [s["image_grid_thw"].tolist() for s in (sample.multimodal_train_inputs, other.multimodal_train_inputs)]
     assert grids == [[[1, 4, 4], [1, 4, 2]], [[1, 4, 4]]]
+    first = fresh_copy(sample)
+    assert first.multimodal_inputs is not None and len(first.multimodal_inputs["images"]) == 1, "those of the prompt"
+    asyncio.run(answered.read(parts))
+    with pytest.raises(ValueError, match="1 images are answered; the chat template shows 0 of them"):
+        answered.append_to(sample, [ord("c")])
+    blind = AnsweredImages(SimpleNamespace(processor=None, tokenizer=LetterTokenizer()), rollout_args())
+    with pytest.raises(UsageError, match="a tool answered with an image, and the model of --hf-checkpoint letters se"):
+        asyncio.run(blind.read(parts))

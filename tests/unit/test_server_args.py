@@ -117,6 +117,13 @@ def test_the_environment_of_a_gpu_server_agrees_with_the_trainers_nccl() -> None
     assert (env["NCCL_CUMEM_ENABLE"], env["NCCL_NVLS_ENABLE"]) == ("0", "0")
 
 
+def test_a_server_whose_tower_is_trained_keeps_no_embeddings_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = "SGLANG_VLM_CACHE_SIZE_MB"
+    monkeypatch.delenv(size, raising=False)
+    assert server_environment("cuda")[size] == "0"
+    assert size not in server_environment("cuda", keeps_embeddings=True)
+
+
 def test_prefill_and_decode_engines_get_their_mode_and_only_prefill_a_bootstrap_port() -> None:
     prefill, decode, regular = (build(worker_type=kind) for kind in ("prefill", "decode", "regular"))
     assert (prefill["disaggregation_mode"], prefill["disaggregation_bootstrap_port"]) == ("prefill", 15002)

@@ -222,9 +222,9 @@ def _absorb(state: Any, scrambled: Any) -> Any:
 
 
 def _absent(package: str) -> bool:
-    if package in sys.modules:
+    if sys.modules.get(package) is not None:
         return False  # imported for real, or a stand-in of an earlier call
-    return importlib.util.find_spec(package) is None
+    return importlib.util.find_spec(package) is None  # also where None in `sys.modules` hides it
 
 
 def _triton_stub() -> types.ModuleType:

@@ -60,13 +60,15 @@ def prepare(launch: dict[str, Any]) -> None:
     """Hide what a server does not need, and install what it does: on CPU the stand-ins and the faster attention."""
     # SGLang's tensor dumper imports Megatron where it finds it, to name tensors of a trainer: more than a second.
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
-    if launch["accelerator"] == "cpu":
-        _prepare_cpu(launch["server_args"])
-    from slime.backends.sglang_utils import bucket_load, disk_weights, engine_patches, weight_samples
-    from slime.models.families import family_of_config
     from slime.weights.names import read_config
 
-    is_cpu, config = launch["accelerator"] == "cpu", read_config(launch["server_args"]["model_path"])
+    config = read_config(launch["server_args"]["model_path"])
+    if launch["accelerator"] == "cpu":
+        _prepare_cpu(launch["server_args"], sees_images=bool(config.get("vision_config")))
+    from slime.backends.sglang_utils import bucket_load, disk_weights, engine_patches, weight_samples
+    from slime.models.families import family_of_config
+
+    is_cpu = launch["accelerator"] == "cpu"
     if not is_cpu:
         engine_patches.write_numa_script_privately()
     if not is_cpu and launch["server_args"].get("enable_weights_cpu_backup"):
@@ -105,7 +107,9 @@ def _quantized_layers(config: dict[str, Any]) -> Callable[[str], None] | None:
     return quantized_layers.install_fp8 if method == "fp8" else quantized_layers.install_int4
 
 
-def _prepare_cpu(server_args: dict[str, Any]) -> None:
+def _prepare_cpu(server_args: dict[str, Any], *, sees_images: bool) -> None:
+    if not sees_images:  # nothing asks for it then, and its import costs an engine two seconds of CPU time
+        sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
     if server_args.get("enable_deterministic_inference"):
         cpu_standins.install_deterministic()
     else:

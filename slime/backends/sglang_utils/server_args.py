@@ -189,13 +189,16 @@ def device_defaults(accelerator: str, model_path: Path) -> dict[str, Any]:
     return {"device": "cpu", "max_running_requests": requests, **CPU_DEFAULTS}
 
 
-def server_environment(accelerator: str, *, num_threads: int | None = None, tp_size: int = 1) -> dict[str, str]:
+def server_environment(
+    accelerator: str, *, num_threads: int | None = None, tp_size: int = 1, keeps_embeddings: bool = False
+) -> dict[str, str]:
     """The environment of a server process: this process's, with what SGLang reads.
 
     Args:
         accelerator: "cpu" or "cuda".
         num_threads: OMP threads of a CPU engine; None leaves the choice to the environment.
         tp_size: tensor-parallel ranks of the engine.
+        keeps_embeddings: the part of its model that sees images is never trained.
     """
     env = dict(os.environ)
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -206,6 +209,10 @@ def server_environment(accelerator: str, *, num_threads: int | None = None, tp_s
     env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
     # The client closes idle connections, never the server: its default of 5 s races with the router's next request.
     env["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"
+    if not keeps_embeddings:
+        # Embeddings of images are kept by the image, and neither a flush nor new weights of the tower that made them
+        # would forget them.
+        env.setdefault("SGLANG_VLM_CACHE_SIZE_MB", "0")
     if accelerator == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         env["CUDA_VISIBLE_DEVICES"] = ""  # --accelerator cpu on a machine with CUDA

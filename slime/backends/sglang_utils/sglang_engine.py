@@ -82,6 +82,7 @@ class SGLangEngine(EngineClient):
         log_path: where the server's output goes (appended). The launch file lies beside it.
         accelerator: "cpu" or "cuda".
         num_threads: OMP threads of a CPU server; None leaves the choice to the environment.
+        keeps_embeddings: of images: the part of the model that makes them is never trained.
     """
 
     def __init__(
@@ -92,8 +93,10 @@ class SGLangEngine(EngineClient):
         log_path: str | Path,
         accelerator: str,
         num_threads: int | None = None,
+        keeps_embeddings: bool = False,
     ) -> None:
         super().__init__(rank=rank)
+        self._keeps_embeddings = keeps_embeddings
         self._server_kwargs = server_kwargs
         self._log_path = Path(log_path)
         self._accelerator = accelerator
@@ -160,7 +163,12 @@ class SGLangEngine(EngineClient):
             [sys.executable, "-m", "slime.backends.sglang_utils.launch_server", str(launch_file)],
             name=f"engine {self.rank}",
             log_path=self._log_path,
-            env=server_environment(self._accelerator, num_threads=self._num_threads, tp_size=tp_size)
+            env=server_environment(
+                self._accelerator,
+                num_threads=self._num_threads,
+                tp_size=tp_size,
+                keeps_embeddings=self._keeps_embeddings,
+            )
             | ({ENGINE_ENV: key} if key else {}),
         )
 

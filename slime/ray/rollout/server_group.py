@@ -62,7 +62,14 @@ class EngineActor(SGLangEngine):
     def __init__(self, args: Args, spec: EngineSpec, *, host: str | None, log_path: str, num_threads: int) -> None:
         use_keys(vars(args).get("run_keys"))
         registry()  # in this thread, the main one: no other can catch signals
-        super().__init__({}, rank=spec.rank, log_path=log_path, accelerator=args.accelerator, num_threads=num_threads)
+        super().__init__(
+            {},
+            rank=spec.rank,
+            log_path=log_path,
+            accelerator=args.accelerator,
+            num_threads=num_threads,
+            keeps_embeddings=args.freeze_vision_tower or not spec.takes_weights,
+        )
         self._args = args
         self._spec = spec
         self._given_host = host

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from slime.algorithms.estimators import GREEDY_REWARD
 from slime.config.args import Args
+from slime.rollout.sampling.images import of_prompt
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ def fresh_copy(sample: Sample) -> Sample:
         group_index=sample.group_index,
         index=sample.index,
         prompt=sample.prompt,
-        multimodal_inputs=sample.multimodal_inputs,
+        multimodal_inputs=of_prompt(sample),
         apply_chat_template_kwargs=sample.apply_chat_template_kwargs,
         label=sample.label,
         metadata=dict(sample.metadata),

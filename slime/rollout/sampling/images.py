@@ -27,9 +27,16 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from slime.config.args import Args
 from slime.processes.wait import DaemonThreads
 from slime.utils.errors import UsageError
-from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine, encode_text
+from slime.utils.processing_utils import (
+    build_processor_kwargs,
+    encode_image_for_rollout_engine,
+    encode_text,
+    image_options,
+    process_vision_info,
+)
 from slime.utils.types import Sample
 
 T = TypeVar("T")
@@ -139,14 +146,10 @@ def engine_ids(sample: Sample) -> list[int]:
     Raises:
         ValueError: the token of images stands where no image is; the engine would wait for one for ever.
     """
-    spans = sample.image_spans
+    kept, spans = collapsed(sample), sample.image_spans
     if not spans:
-        return sample.tokens
-    image, kept, end = sample.tokens[spans[0][0]], [], 0
-    for start, length in spans:
-        kept += sample.tokens[end : start + 1]
-        end = start + length
-    kept += sample.tokens[end:]
+        return kept
+    image = sample.tokens[spans[0][0]]
     if kept.count(image) != len(spans):
         raise ValueError(
             f"the model wrote {kept.count(image) - len(spans)} times the token {image}, which stands for an image, "
@@ -155,12 +158,43 @@ def engine_ids(sample: Sample) -> list[int]:
     return kept
 
 
+def collapsed(sample: Sample) -> list[int]:
+    """The tokens of a sample with one for each image."""
+    if not sample.image_spans:
+        return sample.tokens
+    kept, end = [], 0
+    for start, length in sample.image_spans:
+        kept += sample.tokens[end : start + 1]
+        end = start + length
+    return kept + sample.tokens[end:]
+
+
+def of_prompt(sample: Sample) -> dict[str, Any] | None:
+    """The images of a sample's prompt, without those that were added to its response."""
+    given, end = sample.multimodal_inputs, len(sample.tokens) - sample.response_length
+    added = [start for start, _ in sample.image_spans or [] if start >= end]
+    return {**given, "images": given["images"][: -len(added)]} if given and added else given
+
+
+def ends_with_image_token(sample: Sample) -> bool:
+    """Whether the model ended the response of a sample with images by writing the token that stands for one."""
+    if not sample.image_spans or not sample.response_length:
+        return False
+    (first, _), (last, length) = sample.image_spans[0], sample.image_spans[-1]
+    return sample.tokens[-1] == sample.tokens[first] and last + length < len(sample.tokens)
+
+
 def with_image_stop(sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any]:
     """Let a response end where the model writes the token of images. Its log-prob stays that of the policy."""
     if not sample.image_spans:
         return sampling_params
-    image = sample.tokens[sample.image_spans[0][0]]
-    return {**sampling_params, "stop_token_ids": [*(sampling_params.get("stop_token_ids") or []), image]}
+    return with_stop(sampling_params, sample.tokens[sample.image_spans[0][0]])
+
+
+def with_stop(sampling_params: dict[str, Any], token: int) -> dict[str, Any]:
+    """Sampling parameters under which a response ends with a token, too."""
+    known = sampling_params.get("stop_token_ids") or []
+    return sampling_params if token in known else {**sampling_params, "stop_token_ids": [*known, token]}
 
 
 def check_count(sample: Sample, meta_info: dict[str, Any]) -> None:
@@ -228,6 +262,12 @@ async def read_prompt_once(processor: Any, tokenizer: Any, text: str, images: li
             _prompts.forget(images, key)
 
 
+def with_images(sample: Sample, images: list[Any]) -> dict[str, Any] | None:
+    """The inputs of a sample with more images."""
+    old = sample.multimodal_inputs or {}
+    return {**old, "images": [*(old.get("images") or []), *images]} if images else sample.multimodal_inputs
+
+
 def has_images(sample: Sample) -> bool:
     """Whether there is something besides text."""
     return any((sample.multimodal_inputs or {}).values())
@@ -266,25 +306,73 @@ def image_data(sample: Sample) -> list[str]:
     return [_uris.get(image, None, partial(encode_image_for_rollout_engine, image)) for image in images]
 
 
-def add_images(sample: Sample, tokens: Sequence[int], added: ImagePrompt, images: Sequence[Any]) -> None:
-    """Give a sample the images of what is about to be appended (a tool's answer).
+class AnsweredImages:
+    """Images that tools have answered with, until they are appended to a sample.
 
     Args:
-        sample: the lists and arrays of others that share its prompt stay as they are.
-        tokens: of the sample before.
-        added: what is appended, with its images.
-        images: of PIL.
+        state: its `tokenizer`, and its `processor`, which is loaded where there are images.
+        args: how they are opened.
     """
-    if not images:
-        return
-    before = len(tokens)
-    sample.image_spans = [*(sample.image_spans or []), *([before + start, length] for start, length in added.spans)]
-    old = sample.multimodal_inputs or {}
-    sample.multimodal_inputs = {**old, "images": [*(old.get("images") or []), *images]}
-    new, known = added.inputs or {}, sample.multimodal_train_inputs
-    sample.multimodal_train_inputs = (
-        new if known is None else {name: np.concatenate([known[name], value]) for name, value in new.items()}
-    )
+
+    def __init__(self, state: Any, args: Args) -> None:
+        self._state, self._args = state, args
+        self._images: list[Any] = []
+        self._read: ImagePrompt | None = None
+
+    @property
+    def num_more(self) -> int:
+        """By how many tokens they lengthen a text with one place for each."""
+        return len(self._read.tokens) - len(self._images) if self._read else 0
+
+    async def read(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Open the images of an answer; returns its parts without them, as messages keep it.
+
+        Raises:
+            UsageError: the model sees none, or one cannot be read.
+        """
+        processor, tokenizer = self._state.processor, self._state.tokenizer
+        if processor is None:
+            raise UsageError(
+                f"a tool answered with an image, and the model of --hf-checkpoint {self._args.hf_checkpoint} sees "
+                "none: it has no processor"
+            )
+        opened = process_vision_info([{"content": parts}], processor, image_options(self._args))
+        self._images = [*self._images, *opened["images"]]
+        places = tokenizer.decode([image_token_id(processor)] * len(self._images))
+        self._read = await read_prompt_once(processor, tokenizer, places, self._images)
+        return [part if part["type"] == "text" else {"type": "image"} for part in parts]
+
+    def take(self) -> list[Any]:
+        """The images, which are not to be appended any more."""
+        images, self._images, self._read = self._images, [], None
+        return images
+
+    def append_to(self, sample: Sample, tokens: list[int]) -> list[int]:
+        """Give a sample the images, before tokens are appended to it that have one place for each.
+
+        The lists and arrays of other samples of its prompt stay as they are.
+
+        Returns:
+            the tokens to append, with all of each image.
+
+        Raises:
+            ValueError: there are more places than images, or fewer.
+        """
+        if self._read is None:
+            return tokens
+        read, images = self._read, self.take()
+        image, before = read.tokens[0], len(sample.tokens)
+        if tokens.count(image) != len(images):
+            raise ValueError(
+                f"{len(images)} images are answered; the chat template shows {tokens.count(image)} of them"
+            )
+        new, spans = expand(tokens, [length for _, length in read.spans], image)
+        sample.image_spans = [*(sample.image_spans or []), *([before + start, length] for start, length in spans)]
+        sample.multimodal_inputs = with_images(sample, images)
+        inputs, known = read.inputs or {}, sample.multimodal_train_inputs
+        joined = {name: np.concatenate([known[name], value]) for name, value in inputs.items()} if known else inputs
+        sample.multimodal_train_inputs = joined
+        return new
 
 
 def image_problem(sample: Sample) -> str | None:
