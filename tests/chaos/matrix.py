@@ -40,7 +40,9 @@ from tests.integration.launch import ROOT, grpo_flags, make_model, write_prompts
 
 ENGINE_PARTS = ("engine", "lone-engine", "scheduler", "detokenizer", "engine-actor")
 """An engine with all its processes, one of two or the only one of a colocated run; or one process of one of two."""
-PARTS = (*ENGINE_PARTS, "trainer", "router", "manager", "driver", "reward", "raylet")
+FSDP = "fsdp-trainer"
+"""A rank of a run with --train-backend fsdp."""
+PARTS = (*ENGINE_PARTS, "trainer", FSDP, "router", "manager", "driver", "reward", "raylet")
 PHASES = ("start", "generate", "log-probs", "train", "sync", "save", "eval")
 SIGNALS = ("SIGKILL", "SIGSTOP")
 NUM_ROLLOUT, PROMPTS, SAMPLES = 3, 4, 4
@@ -56,6 +58,7 @@ ends with its name. (One that is stopped may answer for 20 minutes; nobody sees 
 REASONS = {
     **dict.fromkeys(ENGINE_PARTS, r"engine|sglang"),
     "trainer": r"rank|trainer",
+    FSDP: r"rank|trainer",
     "router": r"router",
     "manager": r"rollout manager|RolloutManager",
     "driver": r"",
@@ -105,7 +108,8 @@ class Outcome:
 
 def all_rows() -> list[Row]:
     """The matrix."""
-    return [Row(part, phase, name) for part in PARTS for phase in PHASES for name in SIGNALS]
+    rows = [Row(part, phase, name) for part in PARTS for phase in PHASES for name in SIGNALS]
+    return [row for row in rows if (row.part, row.phase) != (FSDP, "log-probs")]  # it has no hook there
 
 
 def prepare(folder: Path) -> None:
@@ -200,6 +204,7 @@ def flags_of(row: Row, out: Path, model: Path, prompts: Path, url: str) -> list[
     if row.part == "lone-engine":
         layout = ["--actor-num-gpus-per-node", 1, "--colocate"]
     hook = grpo.index("--custom-rm-path")
+    wound = ["--custom-megatron-before-log-prob-hook-path", "tests.chaos.wounded_run:wound_before_log_probs"]
     return [
         *grpo[:hook], *grpo[hook + 2 :], "--output-dir", out, *layout,
         "--num-rollout", NUM_ROLLOUT, "--rm-type", "remote_rm", "--rm-url", url,
@@ -208,7 +213,7 @@ def flags_of(row: Row, out: Path, model: Path, prompts: Path, url: str) -> list[
         "--stall-timeout", stall_s_of(row), "--save-debug-rollout-data", out / "rollouts" / "{rollout_id}.pt",
         "--eval-prompt-data", "digits", prompts, "--eval-interval", 1, "--n-samples-per-eval-prompt", 1,
         "--skip-eval-before-train", "--distributed-timeout-minutes", 1,
-        "--custom-megatron-before-log-prob-hook-path", "tests.chaos.wounded_run:wound_before_log_probs",
+        *(("--train-backend", "fsdp") if row.part == FSDP else wound),
     ]  # fmt: skip
 
 

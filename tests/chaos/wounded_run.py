@@ -41,6 +41,7 @@ IN_COMMAND_LINE = {
     "router": ("router.json", "sglang::router"),  # before and after it has given itself a title
     "manager": ("ray::RolloutManager",),
     "trainer": ("ray::TrainRayActor",),
+    "fsdp-trainer": ("ray::TrainRayActor",),
     "raylet": ("--raylet_socket_name=",),
 }
 AROUND_SERVER = ("engine", "lone-engine", "scheduler", "detokenizer", "engine-actor")

@@ -41,6 +41,7 @@ def run(hf: Path, *, backend: str = "fsdp", world: int = 1, out: Path, megatron:
     """Train `num_steps` times in a world, and write rank 0's (records, weights before, weights after) to `out`."""
     num_steps, first = flags.pop("num_steps", NUM_STEPS), flags.pop("first", 0)
     flags = {"lr": 1e-3, "use_kl_loss": True, "kl_loss_coef": 0.1, "ref_load": str(hf), **flags}
+    flags = {"fsdp_min_group_params": 1, **flags}
     cp_size = 2 if "--context-parallel-size 2" in megatron else 1
     args = trainer_args(hf, f"{MEGATRON} {megatron}", dp_size=world // cp_size, train_backend=backend, **flags)
     run_world(world, _rank, args, range(first, first + num_steps), out)
@@ -100,13 +101,14 @@ def assert_equal_runs(reference: Path, found: Path) -> None:
     ("name", "world", "flags"),
     [
         ("qwen3", 1, {"max_tokens_per_gpu": 24}),
-        ("tied", 2, {"recompute_loss_function": True}),
+        ("tied", 2, {"recompute_loss_function": True, "fsdp_min_group_params": 10**6}),
         ("moe", 2, {}),
         ("tied", 1, {"offload_train": True}),
         ("qwen3", 2, {"attn_implementation": "sdpa", "fsdp_reshard_after_forward": False, "max_tokens_per_gpu": 24}),
         ("moe", 4, {"megatron": "--context-parallel-size 2", "max_tokens_per_gpu": 24}),
         ("qwen3", 2, {"fsdp_replicate_size": 2, "fsdp_forward_prefetch": True}),
         ("qwen3", 2, {"fsdp_cpu_offload": True, "megatron": "--recompute-granularity full", "max_tokens_per_gpu": 24}),
+        ("moe", 2, {"megatron": "--recompute-granularity full", "fsdp_min_group_params": 10**6}),
     ],
     ids=str,
 )
@@ -237,6 +239,14 @@ def _optimizer(args: Any) -> None:
         of_torch.step()
     for (name, parameter), other in zip(named, theirs, strict=True):
         assert torch.allclose(parameter.full_tensor(), other, rtol=1e-6, atol=1e-7), name
+
+
+def test_small_layers_are_one_group_until_they_have_so_many_parameters() -> None:
+    from slime.backends.fsdp_utils.model import grouped
+
+    layers = [torch.nn.Linear(2, size, bias=False) for size in (3, 3, 3, 9, 1)]  # 6, 6, 6, 18 and 2 parameters
+    assert [[layers.index(layer) for layer in group] for group in grouped(layers, 12)] == [[0, 1], [2, 3], [4]]
+    assert len(grouped(layers, 1)) == 5 and grouped([], 12) == []
 
 
 def test_each_rank_reads_the_rows_of_its_own_shards_alone(families: dict[str, Path]) -> None:
@@ -419,7 +429,8 @@ def test_kernels_take_the_place_of_llamas_code_alone(family: str) -> None:
 
 
 def test_a_compiled_layer_learns_as_one_that_is_not(families: dict[str, Path]) -> None:
-    run_world(1, _compiled, trainer_args(families["qwen3"], MEGATRON, train_backend="fsdp"))
+    args = trainer_args(families["qwen3"], MEGATRON, train_backend="fsdp", fsdp_min_group_params=1)
+    run_world(1, _compiled, args)
 
 
 def _compiled(args: Any) -> None:

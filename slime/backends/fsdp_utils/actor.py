@@ -69,6 +69,7 @@ class FsdpBackend(MegatronBackend):
     def build(self) -> None:
         args, mesh = self.args, make_mesh(self.args)
         self._is_whole = mesh.size(mesh.ndim - 1) == 1  # there are no shards but copies of the model
+        self._is_last = True
         policy = build_policy(args, mesh)
         optimizer = ShardedAdamW(args, trained_parameters(policy))
         self.state = TrainState(policy, optimizer, make_scheduler(args, cast(Any, optimizer)))
@@ -198,6 +199,9 @@ class FsdpBackend(MegatronBackend):
     def _expect(self, *, is_last: bool) -> None:
         """Leave gathered what was to stay so, and gradients where nobody has a part of them, until the last pass."""
         policy = cast(Any, self.state.policy)
+        if is_last == self._is_last:
+            return
+        self._is_last = is_last
         if self._is_whole or not self.args.fsdp_reshard_after_forward:
             policy.set_reshard_after_backward(is_last)
         if self._is_whole:

@@ -1,9 +1,9 @@
 """A transformers model sharded by FSDP2: built on the meta device, filled from HF files, run over packed rows.
 
-Each decoder layer is one group of parameters, the rest (embedding, last norm, output layer) is the root's. On CUDA
-norms, rotations and gated units are kernels of the Megatron backend, or what torch.compile makes of a layer. Whatever
-reads the output layer's weight runs inside the root's forward pass, where the weight is whole and gets its gradient in
-time. Parameters are fp32, and so is the optimizer; with --bf16 they are cast when they are gathered.
+Decoder layers are groups of parameters, small ones together; the rest (embedding, last norm, output layer) is the
+root's. On CUDA norms, rotations and gated units are kernels of the Megatron backend, or what torch.compile makes of a
+layer. Whatever reads the output layer's weight runs inside the root's forward pass, where the weight is whole and gets
+its gradient in time. Parameters are fp32, and so is the optimizer; with --bf16 they are cast when they are gathered.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar, cast
 from unittest import mock
 
@@ -55,19 +55,15 @@ _DRAWN = re.compile(r"dropout|_pdrop$|jitter_noise$")
 # ---- attention
 
 
-def register_attention() -> None:
+def register_attention(*, compiles: bool = False) -> None:
     """Let transformers find `PACKED_ATTENTION`: causal attention within each sample of a pack, without a mask."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface
 
-    AttentionInterface.register(PACKED_ATTENTION, _attend)
-    AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Build no mask: the sequences' ends say what a token sees."""
+    # The lengths of a pack are numbers of Python, for each of which it would be compiled anew.
+    AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(_attend) if compiles else _attend)
+    # There is no function for its masks, as the samples' ends say what a token sees: transformers then looks for none.
 
 
-@torch.compiler.disable  # the lengths of a pack are numbers of Python, for each of which it would be compiled anew
 def _attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -203,6 +199,16 @@ class Policy(torch.nn.Module):
         weight = self.hf.get_output_embeddings().weight
         return read(DeferredLogits(hidden.to(weight.dtype), weight))
 
+    def train(self, mode: bool = True) -> Policy:
+        """As torch's, which walks over the whole model at each call, while the device waits."""
+        for module in self._everything:
+            vars(module)["training"] = mode
+        return self
+
+    @cached_property
+    def _everything(self) -> list[torch.nn.Module]:
+        return list(self.modules())
+
     def _inputs(self, batch: MicroBatch) -> dict[str, Any]:
         """The language model's tokens, or their embeddings with those of images in their places."""
         if "image_rows" not in batch:
@@ -261,7 +267,7 @@ def build_policy(args: Args, mesh: DeviceMesh) -> Policy:
     Raises:
         UsageError: transformers cannot build it, or its output layer is not a plain product.
     """
-    register_attention()
+    register_attention(compiles=args.fsdp_compile)
     hf = _on_meta(args)
     attach_adapters(args, hf)
     if args.recompute_granularity is not None:
@@ -284,12 +290,13 @@ def build_policy(args: Args, mesh: DeviceMesh) -> Policy:
             layer.forward = compiled(layer.forward, dynamic=True)
     elif accelerator.kind() == "cuda":
         use_kernels(hf)
-    for layer in (*blocks, *layers):
-        fully_shard(layer, **options)
+    groups = grouped(layers, args.fsdp_min_group_params)
+    for group in (*grouped(blocks, args.fsdp_min_group_params), *groups):
+        fully_shard(group, **options)
     fully_shard(policy, **options)
     if args.fsdp_forward_prefetch:
-        for layer, following in zip(layers[:-1], layers[1:], strict=True):
-            layer.set_modules_to_forward_prefetch([following])
+        for group, following in zip(groups[:-1], groups[1:], strict=True):
+            group[0].set_modules_to_forward_prefetch([following[0]])
     device = torch.device("cpu") if args.fsdp_cpu_offload else accelerator.current_device()
     # Not `to_empty`, which would also empty buffers that no checkpoint has (the frequencies of rotary positions).
     policy._apply(lambda tensor: _materialised(tensor, device))
@@ -299,6 +306,19 @@ def build_policy(args: Args, mesh: DeviceMesh) -> Policy:
     for adapter in adapters_of(policy).values():
         adapter.start()
     return policy.train()
+
+
+def grouped(layers: Sequence[Any], min_params: int) -> list[list[Any]]:
+    """Layers, in their order, in groups of at least so many parameters each; what is left at the end is the last."""
+    groups: list[list[Any]] = [[]]
+    num_params = 0
+    for layer in layers:
+        groups[-1].append(layer)
+        num_params += sum(parameter.numel() for parameter in layer.parameters())
+        if num_params >= min_params:
+            groups.append([])
+            num_params = 0
+    return [group for group in groups if group]
 
 
 def _materialised(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

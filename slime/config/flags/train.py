@@ -303,6 +303,12 @@ class TrainFlags:
     fsdp_reshard_after_forward: bool = flag(
         True, "keep a layer's gathered parameters from its forward to its backward pass", needs=_FSDP
     )
+    fsdp_min_group_params: int = flag(
+        50_000_000,
+        "decoder layers are gathered, and their gradients reduced, together until they have so many parameters",
+        at_least=1,
+        needs=_FSDP,
+    )
     fsdp_forward_prefetch: bool = flag(False, "gather the next layer's parameters while a layer computes", needs=_FSDP)
     fsdp_compile: bool = flag(
         False,
