@@ -105,3 +105,33 @@ def test_grpo_teaches_the_tiny_model(tmp_path: Path, script: str):
     assert right[-1] - right[0] >= points, right
     assert sum(record.get("agent/breaks", 0) for record in records) == 0
     assert f"{metric}: " in done.stdout and "log-probs of engine and trainer differ by" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("script", "slots", "flags"),
+    [
+        ("fully_async/run-qwen2.5-0.5B-fully_async", 2, ""),
+        ("on_policy_distillation/run-qwen3-8B-opd-megatron", 2, "--opd-teacher-load {output}/model"),
+        (
+            "delta_weight_sync/run-glm4.7-30B-A3B-delta",
+            3,
+            "--actor-num-gpus-per-node 2 --decoder-first-pipeline-num-layers 2 --sglang-dp-size 1",
+        ),
+    ],
+)
+def test_a_script_of_the_full_size_runs_whole_with_a_tiny_model(tmp_path: Path, script: str, slots: int, flags: str):
+    environment = {**os.environ, "OUTPUT": str(tmp_path), "SLIME_PYTHON": sys.executable, "NUM_SLOTS": str(slots)}
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run(
+        ["bash", "examples/smoke.sh", f"{script}.sh", *flags.format(output=tmp_path).split()],
+        cwd=ROOT,
+        env=environment,
+        timeout=390,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + log_tails(tmp_path / "run")
+    assert len(Run(tmp_path / "run", 0, "").records("train/step")) == 2

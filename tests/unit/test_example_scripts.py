@@ -8,7 +8,7 @@ import pytest
 
 from slime.config.parse import CommandLine
 from slime.utils.misc import load_function
-from tests.unit.script_fakes import ROOT, run_script, script_flags
+from tests.unit.script_fakes import ROOT, run_script, script_flags, start_script
 
 ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 # Script -> (model script, driver, flags of args).
@@ -89,3 +89,20 @@ def test_the_multi_task_evaluation_has_a_reward_for_each_set(tmp_path):
         ("gpqa", "gpqa", 2, 0.7),
         ("ifbench", "ifbench", 1, 0.7),
     ]
+
+
+def test_a_script_is_tried_with_its_own_flags_a_tiny_model_of_its_family_and_those_of_the_user(tmp_path):
+    script, where = "fully_async/run-qwen2.5-0.5B-fully_async", {"OUTPUT": str(tmp_path / "tried")}
+    own, _ = run_script(tmp_path, f"../examples/{script}", "--dry-run", driver="train_async.py", SLIME_HOME="/none")
+    flags, log = run_script(
+        *(tmp_path, "../examples/smoke", f"{script}.sh", "--lr", "1e-3", "--dry-run"), driver="train_async.py", **where
+    )
+    assert "make_tiny_model.py --family qwen2 --output" in log
+    model = f"{tmp_path}/tried/model"
+    begin = len(own) - 1  # without --dry-run
+    assert [text.replace(f"{tmp_path}/tried/home", "/none") for text in flags[:begin]] == own[:-1]
+    added = flags[begin:]
+    assert added[added.index("--hf-checkpoint") + 1] == model and added[added.index("--num-rollout") + 1] == "2"
+    assert added[-3:] == ["--lr", "1e-3", "--dry-run"]
+    done, _ = start_script(tmp_path, "../examples/smoke", "fully_async/run.sh", **where)
+    assert done.returncode == 2 and done.stderr.startswith("error: examples/fully_async/run.sh does not exist; name a")
