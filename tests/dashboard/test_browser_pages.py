@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.viewer import GROUP, write_rollout
-from tests.dashboard.run_files import write_run
+from tests.dashboard.run_files import write_lines, write_run
 from tests.dashboard.test_pages import write_evaluation
 from tests.dashboard.test_samples import write_samples
 
@@ -118,14 +118,20 @@ def test_runs_are_compared_by_flags_metrics_and_answers(tmp_path: Path, visit: A
     assert tab.locator("tr:has-text('problem 1')").locator("td").all_inner_texts()[1:] == ["1", "0"]
 
 
-def test_time_shows_phases_and_each_samples_lane(tmp_path: Path, visit: Any) -> None:
+def test_time_shows_phases_engines_and_where_samples_waited(tmp_path: Path, visit: Any) -> None:
+    names = ("running", "queued", "kv_use", "tokens_per_s", "cache_hits")
+    times = [{"begin": 5.0, "end": 9.0, "spans": [["tool", 6, 7.5]]}, {"begin": 5.0, "end": 8.0}]
+    write_samples(tmp_path, *({"times": json.dumps(of)} for of in times))
     write_run(tmp_path, 3, flags={"num_rollout": 6})
-    write_rollout(tmp_path, 2, samples=16, tokens=30)
+    loads = {f"rollout/engine_loads/{name}": 0.5 for name in names}
+    write_lines(tmp_path / "metrics.jsonl", [{"step_key": "rollout/step", "time": 1.0, "rollout/step": 2, **loads}])
     visitor = visit(tmp_path)
     tab = visitor.show(f"#/time/{only_id(visitor)}")
     assert tab.locator(".gantt-block svg rect").count() >= 3
     assert tab.locator("svg.bars rect").count() >= 3
+    assert set(loads) <= set(tab.locator("figure.panel h3").all_inner_texts())
     lanes = tab.locator("svg.swim g.span")
-    assert lanes.count() == 16
-    lanes.nth(15).click()
-    tab.wait_for_selector("h1:has-text('Sample')")
+    assert "sample 0, tool: 1.5 s" in lanes.first.text_content()
+    assert lanes.count() == 2 and "tool" not in lanes.last.text_content()
+    lanes.last.click()
+    tab.wait_for_selector("h1:has-text('Sample 1')")
