@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from slime.config.problems import Problems
 from tests.unit.argument_lines import Check, check, command_line, has
@@ -64,6 +67,13 @@ def test_images_need_a_checkpoint_that_sees_them(check: Check) -> None:
     line = '--multimodal-keys {"image":"pictures"}'
     has(check(line).problems.environment, "has no processor (preprocessor_config.json or processor_config.json)")
     Path("hf/preprocessor_config.json").write_text("{}")
+    has(check(line).problems.environment, "has no vision_config in its config.json (model_type 'qwen3'), so its model")
+    config = json.loads(Path("hf/config.json").read_text())
+    Path("hf/config.json").write_text(json.dumps(config | {"vision_config": {"depth": 1}}))
+    save_file({"model.embed_tokens.weight": torch.zeros(1)}, "hf/model.safetensors")
+    has(check(line).problems.environment, "has no weights of a part that sees images, whatever its config.json says")
+    tensors = {"model.language_model.norm.weight": torch.zeros(1), "model.visual.norm.weight": torch.zeros(1)}
+    save_file(tensors, "hf/model.safetensors")
     assert not check(line).problems.environment
     reason = "--multimodal-keys video is not supported: processor and engine would each pick the frames of a video"
     has(check('--multimodal-keys {"video":"v"}').problems.unsupported, reason)

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from slime.config.args import Args
@@ -17,6 +18,7 @@ from slime.utils.errors import did_you_mean
 from slime.utils.misc import try_to_load
 from slime.utils.processing_utils import PROCESSOR_FILES, has_processor
 from slime.utils.types import MultimodalTypes
+from slime.weights.names import expected_hf_names, is_of_other_part, read_config
 
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 COMPLETING_ROLLOUTS = (DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)
@@ -152,10 +154,10 @@ UNSUPPORTED: tuple[Check, ...] = (  # only images reach an engine, and nothing b
 def check_generation_files(args: Args) -> Iterable[str]:
     """The checkpoint sees images where there are some, and the first file of a replay exists."""
     checkpoint = args.hf_checkpoint
-    if args.multimodal_keys and checkpoint and os.path.isdir(checkpoint) and not has_processor(checkpoint):
+    if args.multimodal_keys and checkpoint and os.path.isdir(checkpoint) and (reason := _why_blind(Path(checkpoint))):
         yield (
-            f"--multimodal-keys: --hf-checkpoint {checkpoint} has no processor ({' or '.join(PROCESSOR_FILES)}), so "
-            "its model sees no images; use a checkpoint that does, or leave the flag out."
+            f"--multimodal-keys: --hf-checkpoint {checkpoint} has {reason}, so its model sees no images; use a "
+            "checkpoint that does, or leave the flag out."
         )
     if args.load_forge_rollout_data is None or args.start_rollout_id is None:
         return
@@ -168,6 +170,19 @@ def check_generation_files(args: Args) -> Iterable[str]:
             f"--load-forge-rollout-data {args.load_forge_rollout_data}: there is no file {path}; dump it with "
             "--save-debug-rollout-data."
         )
+
+
+def _why_blind(checkpoint: Path) -> str | None:
+    """What a model that sees images has and this HF directory has not; None where it has all."""
+    if not has_processor(str(checkpoint)):
+        return f"no processor ({' or '.join(PROCESSOR_FILES)})"
+    config = read_config(checkpoint)
+    if config and not config.get("vision_config"):
+        return f"no vision_config in its config.json (model_type {config.get('model_type')!r})"
+    names = expected_hf_names(checkpoint, with_tower=True)
+    if names and not any(is_of_other_part(name) for name in names):
+        return "no weights of a part that sees images, whatever its config.json says"
+    return None
 
 
 def tracker_problems(args: Args) -> Iterator[str]:
