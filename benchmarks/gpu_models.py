@@ -70,14 +70,16 @@ def run_python(script: str, *arguments: str) -> None:
 
 
 def write_random_weights(config: dict[str, Any], folder: Path, *, device: str) -> None:
-    """bf16 weights of a Qwen3 shape as shards with an index: norms are ones, matrices normal. Drawn on the device."""
+    """bf16 weights of a Qwen3 or Qwen3-VL shape as shards with an index: norms are ones, matrices normal, drawn on the
+    device."""
     import torch
     from safetensors.torch import save_file
-    from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in Qwen3ForCausalLM(Qwen3Config(**config)).state_dict().items()}
+        model = auto.from_config(AutoConfig.for_model(**config))
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if config["tie_word_embeddings"]:
         shapes.pop("lm_head.weight", None)
     torch.manual_seed(0)
