@@ -9,9 +9,10 @@
 #   GRPO_STEPS  GRPO steps                                         (see the run script)
 #   SFT_FROM    OUTPUT of an earlier run: start from its SFT model instead of making one
 #   GRPO_FLAGS  more flags for the GRPO run
+#   MODEL_FLAGS flags of tools/make_tiny_model.py, which a run script may set
 . scripts/common.sh
 
-OUTPUT="${OUTPUT:-outputs/$NAME}" SEED="${SEED:-0}" SFT_STEPS="${SFT_STEPS:-250}" SFT_FROM="${SFT_FROM:-}" GRPO_FLAGS="${GRPO_FLAGS:-}"
+OUTPUT="${OUTPUT:-outputs/$NAME}" SEED="${SEED:-0}" SFT_STEPS="${SFT_STEPS:-250}" SFT_FROM="${SFT_FROM:-}" GRPO_FLAGS="${GRPO_FLAGS:-}" MODEL_FLAGS="${MODEL_FLAGS:-}"
 if [ $((SFT_STEPS % 10)) -ne 0 ]; then
     echo "error: SFT_STEPS=$SFT_STEPS: it must be a multiple of 10" >&2
     exit 2
@@ -28,13 +29,14 @@ tiny_data() {
     "$PYTHON" "examples/$NAME/make_data.py" --output "$OUTPUT/data" --seed "$SEED" --num-demonstrations $((SFT_STEPS * 128)) "$@"
 }
 
-# The model has one token for each text of make_data.PIECES, about as large tokenizers have for words.
+# tiny_sft [flags of train.py]: the model has one token for each text of make_data.PIECES, about as large tokenizers have for words.
 tiny_sft() {
     [ -z "$SFT_FROM" ] || return 0
     phase "SFT on demonstrations of mixed quality ($SFT_STEPS steps)"
     local pieces
     mapfile -d '' -t pieces < <("$PYTHON" -c 'from make_data import PIECES; print(*PIECES, sep="\0", end="\0")')
-    "$PYTHON" tools/make_tiny_model.py --output "$OUTPUT/model" --seed "$SEED" --extra-tokens "${pieces[@]}"
+    # shellcheck disable=SC2086  # MODEL_FLAGS holds several words
+    "$PYTHON" tools/make_tiny_model.py --output "$OUTPUT/model" --seed "$SEED" --extra-tokens "${pieces[@]}" $MODEL_FLAGS
     "$PYTHON" train.py --accelerator cpu --seed "$SEED" --rollout-seed "$SEED" \
         --hf-checkpoint "$OUTPUT/model" --model-args-from-hf \
         --loss-type sft_loss --debug-train-only --disable-compute-advantages-and-returns --calculate-per-token-loss \
@@ -43,7 +45,7 @@ tiny_sft() {
         --num-rollout $((SFT_STEPS / 10)) --rollout-batch-size 1280 --global-batch-size 128 \
         --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
         --lr 1e-3 --lr-decay-style constant --weight-decay 0 \
-        --save "$OUTPUT/sft" --fresh-output --save-interval $((SFT_STEPS / 10)) --no-save-optim --save-hf "$OUTPUT/sft/hf"
+        --save "$OUTPUT/sft" --fresh-output --save-interval $((SFT_STEPS / 10)) --no-save-optim --save-hf "$OUTPUT/sft/hf" "$@"
 }
 
 # tiny_grpo FLAGS: those of the example.

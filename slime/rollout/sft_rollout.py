@@ -11,10 +11,11 @@ from typing import Any
 from slime.config.args import Args
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.hooks.returns import draw_groups
+from slime.rollout.sampling.images import expand, has_images, image_token_id, read_prompt
 from slime.utils.errors import UsageError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.misc import SingletonMeta
-from slime.utils.processing_utils import load_tokenizer
+from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
 
@@ -24,6 +25,8 @@ class _MaskGenerator(metaclass=SingletonMeta):
     def __init__(self, args: Args) -> None:
         tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
         self.masks = MultiTurnLossMaskGenerator(tokenizer, args.loss_mask_type)
+        trust = {"trust_remote_code": args.trust_remote_code}
+        self.processor = load_processor(args.hf_checkpoint, **trust) if args.multimodal_keys else None
 
 
 def generate_rollout(args: Args, rollout_id: int, data_buffer: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
@@ -40,17 +43,17 @@ def generate_rollout(args: Args, rollout_id: int, data_buffer: Any, evaluation: 
         )
     if args.n_samples_per_prompt != 1:
         raise UsageError(f"--n-samples-per-prompt {args.n_samples_per_prompt}: sft_rollout needs 1")
-    generator = _MaskGenerator(args).masks
+    generator = _MaskGenerator(args)
     groups = draw_groups(args, data_buffer, args.rollout_batch_size)
     for group in groups:
         for sample in group:
-            tokenize_conversation(generator, sample)
+            tokenize_conversation(generator.masks, sample, generator.processor)
     return RolloutFnTrainOutput(samples=groups)
 
 
-def tokenize_conversation(generator: MultiTurnLossMaskGenerator, sample: Sample) -> None:
+def tokenize_conversation(generator: MultiTurnLossMaskGenerator, sample: Sample, processor: Any = None) -> None:
     """Fill in tokens, mask and response of a sample whose prompt is a message list; the response starts at the first
-    trained token.
+    trained token. With a processor its images, too.
     """
     if not isinstance(sample.prompt, list):
         raise ValueError(
@@ -58,6 +61,8 @@ def tokenize_conversation(generator: MultiTurnLossMaskGenerator, sample: Sample)
             "point --input-key at the messages and leave --apply-chat-template off"
         )
     token_ids, mask = generator.get_loss_mask(sample.prompt, tools=sample.metadata.get("tools"))
+    if processor is not None and has_images(sample):
+        token_ids, mask = _with_images(processor, generator.tokenizer, sample, token_ids, mask)
     length = generator.get_response_lengths([mask])[0]
     if not length:
         raise ValueError(f"sample {sample.index} has no assistant turn to train on: {str(sample.prompt)[:200]}")
@@ -67,3 +72,22 @@ def tokenize_conversation(generator: MultiTurnLossMaskGenerator, sample: Sample)
     sample.response = generator.tokenizer.decode(token_ids[-length:])
     sample.reward = 0.0
     sample.status = Sample.Status.COMPLETED
+
+
+def _with_images(
+    processor: Any, tokenizer: Any, sample: Sample, token_ids: list[int], mask: list[int]
+) -> tuple[list[int], list[int]]:
+    """Put each image's tokens, none of which is trained, in the place of the one that stands for it."""
+    images, image = (sample.multimodal_inputs or {})["images"], image_token_id(processor)
+    if token_ids.count(image) != len(images):
+        raise ValueError(
+            f"sample {sample.index}: the conversation has {token_ids.count(image)} tokens that stand for an image "
+            f"and {len(images)} images; does its text hold {tokenizer.decode([image])!r} by itself?"
+        )
+    seen = read_prompt(processor, tokenizer, tokenizer.decode([image]) * len(images), images)
+    counts = [count for _, count in seen.spans]
+    tokens, sample.image_spans = expand(token_ids, counts, image)
+    sample.multimodal_train_inputs, trained = seen.inputs, []
+    for token, value in zip(token_ids, mask, strict=True):
+        trained += [0] * counts.pop(0) if token == image else [value]
+    return tokens, trained
