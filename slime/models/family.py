@@ -236,6 +236,9 @@ class Family:
                 if bare.startswith("mtp."):
                     places["k"] = str(int(places["i"]) - num_layers)
                 return rule, tuple(_fill(hf, places) for hf in rule.hf)
+        if self.sees_images and bare.startswith("visual."):
+            name = bare if self.layers == "model.layers" else f"model.{bare}"
+            return Rule(bare, (name,)), (name,)
         if match := _HF_MODULE.fullmatch(bare):
             name = f"{self.layers}.{match[1]}.{match[2]}"
             return Rule(bare, (name,)), (name,)
@@ -262,11 +265,11 @@ def family_of_parts(
     if predictions is not None:
         rules = predictions.after(rules)
     if sees_images and not has_plain_names:
+        facts["layers"] = "model.language_model.layers"
         rules = tuple(
             replace(rule, hf=tuple(re.sub(r"^model\.", "model.language_model.", name) for name in rule.hf))
             for rule in rules
         )
-        facts["layers"] = "model.language_model.layers"
     return Family(model_type, rules, parts=parts, sees_images=sees_images, **facts)
 
 

@@ -140,7 +140,7 @@ class HFAttention(MegatronModule):
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         # Tuples: modules that are not parts of this one. The 16-bit wrapper would round the rotary frequencies.
         self._hf_layer = (model.decoder.layers[self.layer_index],)
-        with _as_from_pretrained(config.params_dtype, seed=layer_number):
+        with as_from_pretrained(config.params_dtype, seed=layer_number):
             name, mixer = self.build_mixer()
             rotary = getattr(model.decoder, "rotary_emb", None)
             self._rotary = () if rotary is None else (type(rotary)(config=self.hf_config),)
@@ -285,7 +285,7 @@ class HFAttention(MegatronModule):
 
 
 @contextmanager
-def _as_from_pretrained(dtype: torch.dtype, *, seed: int) -> Iterator[None]:
+def as_from_pretrained(dtype: torch.dtype, *, seed: int) -> Iterator[None]:
     """Make modules as transformers' from_pretrained does: on the device, in `dtype`; alike on all ranks."""
     if torch.get_default_device().type == "meta":  # whoever builds a model without memory
         yield

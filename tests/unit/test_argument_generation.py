@@ -84,9 +84,9 @@ def test_images_need_a_checkpoint_that_sees_them(check: Check) -> None:
     has(sizes, "--image-min-pixels 9 is more than --image-max-pixels 8")
 
 
-def test_images_are_generated_for_and_evaluated_but_not_trained_on(check: Check) -> None:
+def test_images_that_a_model_does_not_see_may_be_generated_for_but_not_trained_on(check: Check) -> None:
     line = '--multimodal-keys {"image":"pictures"}'
-    reason = "--multimodal-keys image is not supported yet in training (model families): the trainer reads no images"
+    reason = "--multimodal-keys: no part that sees images is known in model_type 'qwen3'"
     has(check(line).problems.unsupported, reason)
     for generates in ("--debug-rollout-only", "--eval-only"):
         assert not check(f"{line} {generates}").problems.unsupported

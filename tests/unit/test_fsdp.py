@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,8 +44,8 @@ def run(hf: Path, *, backend: str = "fsdp", world: int = 1, out: Path, megatron:
     num_steps, first = flags.pop("num_steps", NUM_STEPS), flags.pop("first", 0)
     flags = {"lr": 1e-3, "use_kl_loss": True, "kl_loss_coef": 0.1, "ref_load": str(hf), **flags}
     flags = {"fsdp_min_group_params": 1, **flags}
-    cp_size = 2 if "--context-parallel-size 2" in megatron else 1
-    args = trainer_args(hf, f"{MEGATRON} {megatron}", dp_size=world // cp_size, train_backend=backend, **flags)
+    size = math.prod(map(int, re.findall(r"-parallel-size (\d+)", megatron)))
+    args = trainer_args(hf, f"{MEGATRON} {megatron}", dp_size=world // size, train_backend=backend, **flags)
     run_world(world, _rank, args, range(first, first + num_steps), out)
 
 

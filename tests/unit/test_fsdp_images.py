@@ -210,8 +210,11 @@ def command_line() -> CommandLine:
 
 REFUSED = {
     "--context-parallel-size 2 --actor-num-gpus-per-node 2": "is not built for images (--multimodal-keys)",
-    "--train-backend megatron": "use --train-backend fsdp, or generate only",
-    "text": "no part that sees images in model_type 'qwen3'",
+    "--train-backend megatron --recompute-granularity full": "full is not built for images of this model",
+    "--train-backend megatron --model-args-from-hf --lora-rank 4": "--lora-rank 4 is not built for images",
+    "--train-backend megatron --mtp-num-layers 1": "prediction layers are not built for images",
+    "--train-backend megatron --custom-model-provider-path a.b": "is not given the images of --multimodal-keys",
+    "text": "no part that sees images is known in model_type 'qwen3'",
 }
 
 

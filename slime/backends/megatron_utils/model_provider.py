@@ -106,12 +106,16 @@ def build_gpt(
 ) -> GPTModel:
     """Return the GPT of the flags, with the embedding and the output layer where asked for."""
     config = transformer_config(args)
-    predictions: dict[str, Any] = {}
+    more: dict[str, Any] = {}
     if args.mtp_num_layers:
         layer = last_layer_spec(config, args)
         spec = prediction_spec(layer, norm=RMSNorm, num_layers=args.mtp_num_layers)
-        predictions = {"predictions": spec, "are_trained": args.enable_mtp_training}
-    model = (PredictingGPT if predictions else GPTModel)(
+        more = {"predictions": spec, "are_trained": args.enable_mtp_training}
+    kind: Any = PredictingGPT if more else GPTModel
+    if args.multimodal_keys:
+        kind = load_function("slime_plugins.models.qwen3_5_vl.SeeingGPT")
+        more = {"checkpoint": args.hf_checkpoint, "is_frozen": args.freeze_vision_tower}
+    model = kind(
         config=config,
         transformer_layer_spec=block_spec(config, args, vp_stage),
         vocab_size=args.padded_vocab_size,
@@ -125,9 +129,9 @@ def build_gpt(
         rotary_base=args.rotary_base,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         vp_stage=vp_stage,
-        **predictions,
+        **more,
     )
-    if predictions and post_process and not args.enable_mtp_training:
+    if args.mtp_num_layers and post_process and not args.enable_mtp_training:
         model.mtp.requires_grad_(False)
     if args.use_rope_scaling:
         _scale_rope(model.rotary_pos_emb, args)

@@ -148,6 +148,25 @@ NOT_BUILT = (
 )
 
 
+IMAGES = (
+    Rule(
+        lambda a: a.custom_model_provider_path,
+        "--custom-model-provider-path {custom_model_provider_path} is not given the images of --multimodal-keys; "
+        "leave one of the two out.",
+    ),
+    Rule(
+        lambda a: a.lora_rank,
+        "--lora-rank {lora_rank} is not built for images (--multimodal-keys); train the weights, with "
+        "--freeze-vision-tower if the tower shall stay.",
+    ),
+    Rule(
+        lambda a: a.mtp_num_layers,
+        "--mtp-num-layers {mtp_num_layers}: prediction layers are not built for images (--multimodal-keys); give 0.",
+    ),
+)
+"""What is not built for images."""
+
+
 def backend_problems(args: Args, hf_config: Mapping[str, Any] | None, explicit: Collection[str]) -> Problems:
     """Return everything that is wrong with the flags of a role's trainer; arguments as of `fsdp_problems`."""
     check = fsdp_problems if args.train_backend == "fsdp" else megatron_problems
@@ -159,6 +178,8 @@ def problems_of_run(args: Args, hf_config: Mapping[str, Any] | None) -> Problems
     problems = Problems()
     problems.environment += foreign_checkpoints(args)
     problems.wrong += lora_problems(args)
+    if args.multimodal_keys and hf_config is not None and not (args.debug_rollout_only or args.eval_only):
+        problems.unsupported += unseen_images(args, hf_config)
     if args.train_backend == "megatron":
         problems.wrong += policy_problems(args)
         problems.extend(kernel_problems(args, hf_config))
@@ -187,20 +208,26 @@ def fsdp_problems(args: Args, hf_config: Mapping[str, Any] | None, explicit: Col
     ]
     if hf_config is not None:
         problems.unsupported += unsupported_models(args, text_config(dict(hf_config)))
-        problems.unsupported += unseen_images(args, hf_config)
     return problems
 
 
 def unseen_images(args: Args, hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence about images that the model of a config would not see."""
-    family = family_of_config(hf_config)
-    if not args.multimodal_keys or (family is not None and family.sees_images and hf_config.get("vision_config")):
+    """A sentence about images that the model of a config would not see, or that its trainer could not train with."""
+    family, vision = family_of_config(hf_config), hf_config.get("vision_config")
+    if family is None or not family.sees_images or not vision:
+        those = ", ".join(name for name, row in FAMILIES.items() if row.sees_images)
+        yield (
+            f"--multimodal-keys: no part that sees images is known in model_type {hf_config.get('model_type')!r} of "
+            f"--hf-checkpoint {args.hf_checkpoint}; it is in {those}; take another checkpoint, or leave the flag out."
+        )
         return
-    those = ", ".join(name for name, row in FAMILIES.items() if row.sees_images)
-    yield (
-        f"--multimodal-keys: {FSDP} knows no part that sees images in model_type {hf_config.get('model_type')!r} of "
-        f"--hf-checkpoint {args.hf_checkpoint}; it does in {those}; take another checkpoint, or leave the flag out."
-    )
+    yield from broken(IMAGES, args)
+    recomputes = args.train_backend == "megatron" and args.recompute_granularity == "full"
+    if recomputes and vision.get("deepstack_visual_indexes"):
+        yield (
+            "--recompute-granularity full is not built for images of this model, which its first layers take, too; "
+            "give selective, or use --train-backend fsdp."
+        )
 
 
 def _of_megatron(args: Args, explicit: Collection[str]) -> Iterator[str]:

@@ -138,16 +138,6 @@ UNSUPPORTED: tuple[Check, ...] = (  # only images reach an engine, and nothing b
         lambda a: a.image_min_pixels and a.image_max_pixels and a.image_min_pixels > a.image_max_pixels,
         "--image-min-pixels {image_min_pixels} is more than --image-max-pixels {image_max_pixels}.",
     ),
-    Rule(
-        lambda a: (
-            "image" in (a.multimodal_keys or {})
-            and a.train_backend != "fsdp"
-            and not (a.debug_rollout_only or a.eval_only)
-        ),
-        "--multimodal-keys image is not supported yet by --train-backend {train_backend}, which reads no images and "
-        "would train the model on the tokens that stand for them; use --train-backend fsdp, or generate only "
-        "(--debug-rollout-only, --eval-only).",
-    ),
 )
 
 

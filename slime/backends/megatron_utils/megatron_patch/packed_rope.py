@@ -38,7 +38,7 @@ def apply() -> None:
         mscale: float = 1.0,
         cp_group: Any = None,
     ) -> torch.Tensor:
-        """t [T, heads, dim], freqs [max_seqlen, 1, 1, rotary dim] -> [T, heads, dim]."""
+        """t [T, heads, dim], freqs [max_seqlen, 1, 1, rotary dim] or each token's [T, 1, rotary dim] -> as t."""
         if cp_group is None:
             raise ValueError("the rotation of a pack needs the context-parallel group.")
         cos, sin = _cos_sin(freqs, cu_seqlens, t, mscale=mscale, cp_group=cp_group)
@@ -62,8 +62,10 @@ def _cos_sin(
     key = (t.size(0), mscale, t.dtype)
     last = _last  # of one moment: checkpoints compute again in another thread
     if not (last and last[0] is freqs and last[1] is cu_seqlens and last[2] == key):
-        positions = zigzag_positions(cu_seqlens, t.size(0), cp_rank=cp_group.rank(), cp_size=cp_group.size())
-        cos, sin = ((f(freqs) * mscale).to(t.dtype)[positions].squeeze(1) for f in (torch.cos, torch.sin))
+        cos, sin = ((f(freqs) * mscale).to(t.dtype) for f in (torch.cos, torch.sin))
+        if freqs.dim() == 4:
+            positions = zigzag_positions(cu_seqlens, t.size(0), cp_rank=cp_group.rank(), cp_size=cp_group.size())
+            cos, sin = (x[positions].squeeze(1) for x in (cos, sin))
         last = _last = (freqs, cu_seqlens, key, cos, sin)
     return last[3], last[4]
 

@@ -136,6 +136,8 @@ def columns_from_last_stage(
 def run_model(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
     """Logits [1, T, V/tp] of a packed micro-batch; before the last pipeline stage hidden states [T, 1, H]."""
     tell_routers(model, batch)
+    if (see := getattr(unwrap(model), "see", None)) is not None:
+        see(batch)
     # Layers keep with it what others of the same pass need, some of it large: the micro-batch outlives the pass.
     packed_seq_params = copy.copy(batch["packed_seq_params"])
     return model(batch["tokens"], batch["position_ids"], None, packed_seq_params=packed_seq_params)

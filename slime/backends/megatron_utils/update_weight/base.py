@@ -90,7 +90,7 @@ class WeightUpdater(ABC):
         self.model = model
         self.weight_version = 0
         self.deadline_s = args.distributed_timeout_minutes * 60.0
-        with_tower = args.train_backend == "fsdp"  # Megatron's models have none
+        with_tower = args.train_backend == "fsdp" or bool(args.multimodal_keys)  # else Megatron's model has none
         self.checks = SyncChecks(args.hf_checkpoint, args.mtp_num_layers or 0, with_tower=with_tower)
         self.engines: list[Any] = []
         self.engine_sizes: list[int] = []
