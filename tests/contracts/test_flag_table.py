@@ -46,6 +46,7 @@ OURS = {
     "--disable-fsdp-reshard-after-forward": "FSDP2",
     "--fsdp-forward-prefetch": "FSDP2",
     "--fsdp-compile": "FSDP2",
+    "--fsdp-min-group-params": "FSDP2",
     "--freeze-vision-tower": "image training",
     "--require-deepep": "an error for what is a warning",
     "--dashboard-host": "pages over the run",

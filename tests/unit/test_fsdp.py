@@ -251,6 +251,22 @@ def test_small_layers_are_one_group_until_they_have_so_many_parameters() -> None
     assert len(grouped(layers, 1)) == 5 and grouped([], 12) == []
 
 
+@pytest.mark.parametrize("least", [1, 10**9])
+def test_layers_are_sharded_in_groups_of_the_size_of_the_flag(families: dict[str, Path], least: int) -> None:
+    args = trainer_args(families["qwen3"], MEGATRON, train_backend="fsdp", fsdp_min_group_params=least)
+    run_world(1, _groups, args)
+
+
+def _groups(args: Any) -> None:
+    from slime.backends.fsdp_utils import model
+
+    with mock.patch.object(model, "fully_shard", wraps=model.fully_shard) as shard:
+        model.build_policy(args, model.make_mesh(args))
+    groups = [call.args[0] for call in shard.call_args_list if isinstance(call.args[0], list)]
+    layers = args.num_layers
+    assert [len(group) for group in groups] == ([1] * layers if args.fsdp_min_group_params == 1 else [layers])
+
+
 def test_each_rank_reads_the_rows_of_its_own_shards_alone(families: dict[str, Path]) -> None:
     args = trainer_args(families["qwen3"], MEGATRON, dp_size=2, train_backend="fsdp")
     run_world(2, _read_half, args)
