@@ -68,3 +68,30 @@ def test_an_engine_that_takes_a_lost_ones_place_serves_the_newest_adapter(tmp_pa
     assert [answer["weight_version"] for answer in answers] == ["4", "4"], (
         "one sync at the start, three after rollouts"
     )
+
+
+def test_policies_are_generated_together_trained_in_turns_and_go_on(tmp_path: Path) -> None:
+    model, prompts = make_model(tmp_path / "model"), write_prompts(tmp_path / "prompts.jsonl")
+    policies = [{"name": "one", "rank": 4}, {"name": "two", "lr": 1e-2, "data": str(prompts)}, {"name": "three"}]
+    (tmp_path / "policies.yaml").write_text(json.dumps({"policies": policies}))
+    evals = {"datasets": [{"name": "held", "path": str(prompts), "metadata_overrides": {"lora_policy": "two"}}]}
+    (tmp_path / "eval.yaml").write_text(json.dumps({"eval": evals}))
+    flags = [
+        *grpo_flags(model, prompts),
+        *("--colocate", "--lora-rank", 8, "--lr", 2e-2, "--lora-policies", tmp_path / "policies.yaml"),
+        *("--use-kl-loss", "--kl-loss-coef", 0.01, "--kl-loss-type", "k3", "--ref-load", model),
+        *("--eval-config", tmp_path / "eval.yaml", "--eval-interval", 2, "--eval-max-response-len", 4),
+        *("--save", tmp_path / "ckpt", "--load", tmp_path / "ckpt", "--save-interval", 2),
+    ]
+    first = train(tmp_path / "first", *flags, "--num-rollout", 2)
+    for name in ("one", "two", "three"):
+        gaps = first.column(f"policy/{name}/train/train_rollout_logprob_abs_diff")
+        assert len(gaps) == 2 and max(gaps) < 1e-4, "engines answer with the adapter of the sample's policy"
+        assert first.column(f"policy/{name}/train/kl_loss")[-1] > 1e-6, "each moves away from the base"
+        own = iteration_dir(tmp_path / "ckpt", 1) / "policies" / name
+        assert json.loads((iteration_dir(own, 1) / "adapter" / "adapter_config.json").read_text())["r"] in (4, 8)
+    rates = [first.column(f"policy/{name}/train/lr-pg_0")[-1] for name in ("one", "two")]
+    assert rates[0] == 2 * rates[1] > 0
+    second = train(tmp_path / "second", *flags, "--num-rollout", 3)
+    assert max(second.column("train/train_rollout_logprob_abs_diff")) < 1e-4
+    assert second.column("policy/two/train/kl_loss")[0] > 1e-6, "it goes on from its adapters"

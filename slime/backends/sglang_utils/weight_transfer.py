@@ -123,16 +123,27 @@ class SharedTensors(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
-def in_shared_memory(tensors: Mapping[str, torch.Tensor]) -> SharedTensors:
-    """Copy tensors of one type to shared memory; from a GPU all at once, and without a copy in between."""
+def room_in_shared_memory(num_bytes: int) -> torch.Tensor:
+    """Shared memory, uint8 [num_bytes], with all its pages: getting them takes longer than a copy (any thread)."""
+    import torch
+
+    storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)  # named by a file, also with CUDA
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (num_bytes,), (1,)).zero_()
+
+
+def in_shared_memory(tensors: Mapping[str, torch.Tensor], room: torch.Tensor | None = None) -> SharedTensors:
+    """Copy tensors of one type to shared memory; from a GPU all at once, and without a copy in between.
+
+    Args:
+        tensors: by name.
+        room: of `room_in_shared_memory`, which nobody has used yet; taken where it has their size.
+    """
     _prepare()
     import torch
 
     flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values()]
     starts = [0, *itertools.accumulate(part.numel() for part in flat)]
-    with _sharing_by_name():
-        storage = torch.UntypedStorage._new_shared(starts[-1])
-    data = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (starts[-1],), (1,))
+    data = room if room is not None and room.numel() == starts[-1] else room_in_shared_memory(starts[-1])
     if flat[0].device == data.device:
         torch.cat(flat, out=data)
     else:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from slime.config.args import Args
+from slime.config.custom_config import FileValues
 from slime.config.roles import parse_megatron_role_args, role_values
 from slime.observability.timer import Timer
 from tests.integration.trainer_world import make_train_data, trainer_args
@@ -424,6 +425,24 @@ def test_adapters_and_head_of_a_critic_go_on_over_a_base_that_stays(hf_path: Pat
     parts = FileSystemReader(tmp_path / "critic" / "iter_0000001").read_metadata().state_dict_metadata
     of_model = {name for name in parts if "optimizer" not in name and ("layers" in name or "embedding" in name)}
     assert of_model and all(".lora." in name for name in of_model), "the base is in no checkpoint"
+
+
+def test_adapters_of_a_critic_go_on_over_a_base_of_its_own(hf_path: Path, tmp_path: Path):
+    """Its entry's `load` is the base under its adapters, when the run begins and when it goes on."""
+    shutil.copytree(hf_path, tmp_path / "reward")
+    tensors = load_file(hf_path / "model.safetensors")
+    of_reward = {name: 1.5 * tensor for name, tensor in tensors.items()}
+    save_file(of_reward, tmp_path / "reward" / "model.safetensors", metadata={"format": "pt"})
+    args = ppo_args(hf_path, lora_rank=4, ref_load=str(hf_path), save=str(tmp_path / "ckpt"))
+    roles = role_values(args, {"critic": FileValues(known={"load": str(tmp_path / "reward")})})
+    args = args.replace(megatron_role_values=roles)
+    in_world(args, check_save)
+    kept, _ = torch.load(tmp_path / "ckpt" / "rest", weights_only=False)
+    base, policy = (load_file(path / "model.safetensors") for path in (tmp_path / "reward", hf_path))
+    rows = base["model.embed_tokens.weight"]
+    found = kept["embedding.word_embeddings.weight"][: len(rows)]
+    assert torch.equal(found, rows) and not torch.equal(rows, policy["model.embed_tokens.weight"])
+    in_world(resuming(args, tmp_path / "ckpt"), check_resume, tmp_path / "ckpt")
 
 
 def check_named(args: Args) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,12 @@ from slime.backends.megatron_utils.update_weight.base import WeightSyncError, We
 from slime.backends.megatron_utils.update_weight.buckets import Bucket, check_versions
 from slime.backends.megatron_utils.update_weight.engines import contact_of
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather, iter_hf_buckets
-from slime.backends.sglang_utils.weight_transfer import SharedTensors, adapter_tensors_of, in_shared_memory
+from slime.backends.sglang_utils.weight_transfer import (
+    SharedTensors,
+    adapter_tensors_of,
+    in_shared_memory,
+    room_in_shared_memory,
+)
 from slime.config.args import Args
 from slime.config.lora_policies import LoraPolicy
 from slime.config.megatron.lora_plan import LoraPlan
@@ -47,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = range(1, 17)
 """A prompt whose log-probs have to move; every model has so many tokens."""
+ROOM_DEADLINE_S = 300.0
 FAINT = 1e-6
 """B times the scale; an adapter that is smaller everywhere, as after the first steps of a warm-up, may change no bit
 of an engine's answers in bf16."""
@@ -98,6 +105,8 @@ class AdapterUpdater(WeightUpdater):
         self._readers: list[int] = []
         self._base: dict[str, tuple[int, ...]] = {}
         self._adapters: list[_Adapter] = []
+        self._rooms: list[Future[torch.Tensor]] = []
+        self._making_room = ThreadPoolExecutor(1, thread_name_prefix="room for adapters")
         self._is_new = self._is_unseen = True
         self._pack_s = 0.0
 
@@ -152,7 +161,8 @@ class AdapterUpdater(WeightUpdater):
             raise WeightSyncError(f"weight sync {self.weight_version}: {error}", is_final=True) from None
         if policy is not None:  # the model holds another's soon
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        self._adapters.append(_Adapter(policy, config, tensors, in_shared_memory(tensors)))
+        room = self._rooms.pop(0).result(ROOM_DEADLINE_S) if self._rooms else None
+        self._adapters.append(_Adapter(policy, config, tensors, in_shared_memory(tensors, room)))
         if self._readers:
             self._write(self._adapters[-1])
 
@@ -227,7 +237,9 @@ class AdapterUpdater(WeightUpdater):
     def _update(self) -> dict[str, float]:
         metrics = super()._update()
         self._by_source(self._see_that_it_is_served)
+        sizes = [adapter.shared.data.nbytes for adapter in self._adapters]  # of the next version, too
         self._adapters = []
+        self._rooms = [self._making_room.submit(room_in_shared_memory, size) for size in sizes]
         return metrics
 
     def _see_that_it_is_served(self) -> None:
