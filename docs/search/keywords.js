@@ -101,6 +101,7 @@ const PAGE_KEYWORDS = {
   "docs/performance": "slow fast expected numbers a100 h100 h200 gpu idle good number mfu target figures benchmark",
   "docs/performance/scaling": "how long does training take estimate larger cluster hundreds of gpus",
   "docs/lora_serving": "adapter serve merged engine version request",
+  "docs/lora_policies": "several many multiple adapters policies tenants tasks one base together multi lora",
   "examples/multi_agent/README": "several agents talk other cooperate solver multi-agent",
   "examples/tau-bench/README": "user simulator simulated customer conversation",
   "examples/search-r1/README": "web search retrieval retriever rag documents",

@@ -165,6 +165,7 @@ LAYOUTS = {
     "TP 2": ("--tensor-model-parallel-size 2", 1, {"max_tokens_per_gpu": 40}),
     "TP 2 with sequence parallelism": ("--tensor-model-parallel-size 2 --sequence-parallel", 1, {}),
     "some projections": ("--tensor-model-parallel-size 2 --sequence-parallel", 1, {"lora_target_modules": SOME}),
+    "optimizer in host memory": ("--optimizer-cpu-offload --use-precision-aware-optimizer", 1, {}),
     "PP 2": ("--pipeline-model-parallel-size 2", 1, {"max_tokens_per_gpu": 40}),
     "CP 2": ("--context-parallel-size 2", 1, {"max_tokens_per_gpu": 40}),
     "DP 2": ("--overlap-grad-reduce --overlap-param-gather", 2, {"max_tokens_per_gpu": 24}),
@@ -229,6 +230,9 @@ def test_adapters_of_latent_attention_are_trained_as_peft_trains_them(tmp_path: 
 
 def save_and_export(actor: Any, records: list[Any], out: Path) -> None:
     actor.backend.export_hf(out / "merged")
+    before = {name: tensor.clone() for name, tensor in actor.backend.named_weights()}
+    torch.save(actor.backend._answers(range(1, 17)), out / "answers")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in actor.backend.named_weights())
     train_and_save(actor, records, out / "straight")
 
 
@@ -242,6 +246,12 @@ def test_what_is_saved_is_what_peft_loads_and_what_engines_get(hf_path: Path, tm
         adapted = peft_model(hf_path, saved / "adapter")(ids).logits
     assert (adapted - base).abs().max() > 1e-2
     assert (adapted - merged).abs().max() <= 1e-5
+    probe = torch.tensor([range(1, 17)])
+    with torch.no_grad():
+        models = peft_model(hf_path, saved / "adapter"), load_hf(hf_path)
+        said = [model(probe).logits[0].log_softmax(-1)[range(15), probe[0, 1:]] for model in models]
+    for ours, theirs in zip(torch.load(tmp_path / "answers"), said, strict=True):
+        assert ours == pytest.approx(theirs.tolist(), abs=1e-5), "with adapters and without"
     names = FileSystemReader(saved).read_metadata().state_dict_metadata
     of_model = [name for name in names if "embedding" in name or "layers" in name]
     assert of_model and all(".lora." in name for name in of_model), "the base is in no checkpoint"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from slime.backends.megatron_utils.update_weight import from_adapters
+from slime.backends.megatron_utils.update_weight import WeightSyncError, from_adapters
 from slime.backends.megatron_utils.update_weight.from_adapters import AdapterUpdater
 from slime.backends.sglang_utils import cpu_standins, engine_patches
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, adapter_defaults, build_server_args
@@ -213,9 +213,37 @@ def test_an_adapter_too_small_for_16_bit_ends_no_run(check: Check, largest: floa
     fleet.wait.return_value = []
     args, shared = check("--lora-rank 8").args, in_shared_memory({"q.lora_B.weight": torch.full((2, 8), largest)})
     of_one = from_adapters._Adapter(None, {"r": 8, "lora_alpha": 16.0}, {}, shared)
-    vars(updater).update(args=args, _is_unseen=True, _fleet=fleet, _adapters=[of_one])
+    vars(updater).update(args=args, _is_unseen=True, _fleet=fleet, _adapters=[of_one], _tries=4)
     updater._see_that_it_is_served()
     assert (fleet.start.called, updater._is_unseen) == (is_asked, not is_asked)
+
+
+BASE_SAYS, TRAINED_SAYS = [-1.0, -2.0, -3.0], [-1.5, -2.5, -2.0]
+ANSWERS = {
+    "as the trainer": (TRAINED_SAYS, BASE_SAYS, 1.0, None),
+    "hardly as the trainer": ([-1.05, -2.05, -2.9], BASE_SAYS, 1.0, "serves slime-v3 otherwise than it was trained"),
+    "with the base changed": (TRAINED_SAYS, [-1.45, -2.5, -2.1], 1.0, "has changed its base with slime-v3"),
+    "moved too little to say": (BASE_SAYS[:2] + [-3.01], BASE_SAYS, 0.001, None),
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_engines_have_to_move_as_the_trainer_did_and_their_base_not(check: Check, case: str) -> None:
+    ours, base, share, told = ANSWERS[case]
+    trained = [b + share * (t - b) for t, b in zip(TRAINED_SAYS, BASE_SAYS, strict=True)]
+    updater, fleet = AdapterUpdater.__new__(AdapterUpdater), mock.Mock(engines={0: SimpleNamespace()})
+    fleet.wait.side_effect = [[base], [ours]]
+    shared = in_shared_memory({"q.lora_B.weight": torch.ones(2, 8)})
+    of_one = from_adapters._Adapter(None, {"r": 8, "lora_alpha": 16.0}, {}, shared, (trained, BASE_SAYS))
+    args = check("--lora-rank 8").args
+    vars(updater).update(args=args, _is_unseen=True, _fleet=fleet, _adapters=[of_one], _tries=4, weight_version=3)
+    with mock.patch.object(from_adapters, "contact_of", lambda engine, number: f"engine {number}"):
+        if told is not None:
+            with pytest.raises(WeightSyncError, match=told):
+                updater._see_that_it_is_served()
+            return
+        updater._see_that_it_is_served()
+    assert updater._is_unseen == (share < 1), "what has hardly moved is looked at again"
 
 
 def test_an_adapter_lies_in_shared_memory_as_it_was() -> None:

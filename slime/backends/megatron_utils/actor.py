@@ -40,10 +40,10 @@ from slime.checkpoints.paths import classify_checkpoint
 from slime.config.args import Args
 from slime.config.lora_policies import LoraPolicy, policies_of
 from slime.config.megatron.arguments import model_shape
-from slime.config.megatron.lora_plan import base_of, saved_plan
+from slime.config.megatron.lora_plan import base_of, saved_plan, served_plan
 from slime.training.adapters import ADAPTER_DIR
 from slime.training.backend import Backend, CheckpointSource, Layout
-from slime.training.micro_batches import MicroBatches
+from slime.training.micro_batches import MicroBatches, to_tensors
 from slime.training.trainer import CriticTrainer, Trainer
 from slime.utils import accelerator
 from slime.utils.accelerator import memory_saver
@@ -238,13 +238,34 @@ class MegatronBackend(Backend):
     def sync_weights(self, policies: Callable[[], Iterable[LoraPolicy]] | None = None) -> tuple[int, dict[str, float]]:
         if self.updater is None:
             raise RuntimeError("update_weights was called before connect_rollout_engines")
-        self.updater.policies = policies
+        if served_plan(self.args) is not None:
+            self.updater.policies, self.updater.of_trainer = policies, self._answers
         try:
             metrics = self.updater.update()
         except WeightSyncError as error:
             self.updater = over_files_instead(self.updater, error)
             metrics = self.updater.update()
         return self.updater.weight_version, metrics
+
+    def _answers(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
+        """The log-probs of all tokens but the first, with adapters and without them (collective)."""
+        share: Any = {"tokens": [list(tokens)], "response_lengths": [len(tokens) - 1]}
+        share |= {"loss_masks": [[1] * (len(tokens) - 1)], "micro_batch_indices": [[0]]}
+        data = to_tensors(share | {"num_microbatches": [1], "global_batch_sizes": [1]}, accelerator.current_device())
+        batches = self.micro_batches(data).repacked(len(tokens), as_many_over=self.layout().coupled)
+
+        def said() -> list[float]:
+            found: Any = self.forward(batches, ("log_probs",), prefix="ref_")
+            return found["ref_log_probs"][0].tolist()
+
+        with_adapters = said()
+        halves = [(tensor, tensor.clone()) for name, tensor in self.named_weights() if ".lora_B" in name]
+        for live, _ in halves:
+            live.zero_()
+        without = said()
+        for live, kept in halves:
+            live.copy_(kept)
+        return with_adapters, without
 
     # ---- checkpoints and copies
 

@@ -10,12 +10,14 @@ version in --update-weight-disk-dir; so do all with --update-weight-transport di
 
 Whenever engines are connected, be they new or not, the model under the adapters is compared once: a few elements of a
 few tensors have to be the trainer's (`SyncChecks`), and the adapter's tensors are sent with checksums. After the first
-sync with adapters that a 16-bit engine must show, each engine has to answer otherwise than without them.
+sync with adapters that a 16-bit engine must show, each engine has to answer otherwise than without them; and in the
+first syncs nearer to the trainer's log-probs with adapters than to those without, and its base the other way round.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = range(1, 17)
 """A prompt whose log-probs have to move; every model has so many tokens."""
+TRIES = 4
+"""Syncs at which the trainer is asked for its log-probs, until they have moved far enough to compare."""
 ROOM_DEADLINE_S = 300.0
 FAINT = 1e-6
 """B times the scale; an adapter that is smaller everywhere, as after the first steps of a warm-up, may change no bit
@@ -67,12 +71,14 @@ class _Adapter:
         policy: its name; None where there is one.
         config: of adapter_config.json, with the scale as alpha.
         tensors: what was gathered. shared: a copy in memory that engines share.
+        answers: the trainer's log-probs of `PROBE_TOKENS` with the adapter, and without; None where it was not asked.
     """
 
     policy: str | None
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
     shared: SharedTensors
+    answers: tuple[list[float], list[float]] | None = None
 
     @property
     def largest(self) -> float:
@@ -91,6 +97,7 @@ class AdapterUpdater(WeightUpdater):
 
     Attributes:
         policies: lets the model hold the adapter of each policy in turn; None where there is one.
+        of_trainer: tokens -> the trainer's log-probs with the adapter that the model holds, and without (collective).
     """
 
     is_over_files = True  # no other way takes its place: engines cannot load weights under their adapters
@@ -101,6 +108,8 @@ class AdapterUpdater(WeightUpdater):
         keeps, run = args.update_weight_disk_keep_files, str(args.output_dir)
         self._dir = WeightDir(Path(root).absolute(), keeps_files=keeps, run=run) if root else None
         self.policies: Callable[[], Iterable[LoraPolicy]] | None = None
+        self.of_trainer: Callable[[Sequence[int]], tuple[list[float], list[float]]] | None = None
+        self._tries = TRIES
         self._max_rank = args.sglang_max_lora_rank or needed(args.lora_rank)
         self._readers: list[int] = []
         self._base: dict[str, tuple[int, ...]] = {}
@@ -116,6 +125,7 @@ class AdapterUpdater(WeightUpdater):
 
     def _open_anew(self) -> None:
         self._is_new = self._is_unseen = True
+        self._tries = TRIES
         self._by_source(self._choose_readers, also=(UsageError, OSError))
 
     def _choose_readers(self) -> None:
@@ -142,7 +152,9 @@ class AdapterUpdater(WeightUpdater):
         for policy in (None,) if self.policies is None else self.policies():
             args = self.args if policy is None else policy.of(self.args)
             tensors, name = adapter_tensors(args, self.model), None if policy is None else policy.name
-            ready = partial(self._make_ready, tensors, args, name)
+            asks = self._tries and self.of_trainer and not (args.offload_rollout or args.use_rollout_routing_replay)
+            answers = self.of_trainer(PROBE_TOKENS) if self.of_trainer and asks else None
+            ready = partial(self._make_ready, tensors, args, name, answers)
             self._by_source(ready, also=(OSError, SafetensorError))
         self._pack_s = time.monotonic() - begin
 
@@ -151,7 +163,7 @@ class AdapterUpdater(WeightUpdater):
         for bucket in self._buckets():
             self._base |= {name: tuple(tensor.shape) for name, tensor in bucket}
 
-    def _make_ready(self, tensors: dict[str, torch.Tensor], args: Args, policy: str | None) -> None:
+    def _make_ready(self, tensors: dict[str, torch.Tensor], args: Args, policy: str | None, answers: Any) -> None:
         """Check the adapter, and copy it to the host, and to a file where engines read one."""
         shapes, plan = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, needed(LoraPlan.of(args))
         config = peft_config(args) | {"lora_alpha": plan.scale * plan.rank}
@@ -162,7 +174,7 @@ class AdapterUpdater(WeightUpdater):
         if policy is not None:  # the model holds another's soon
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         room = self._rooms.pop(0).result(ROOM_DEADLINE_S) if self._rooms else None
-        self._adapters.append(_Adapter(policy, config, tensors, in_shared_memory(tensors, room)))
+        self._adapters.append(_Adapter(policy, config, tensors, in_shared_memory(tensors, room), answers))
         if self._readers:
             self._write(self._adapters[-1])
 
@@ -236,6 +248,7 @@ class AdapterUpdater(WeightUpdater):
 
     def _update(self) -> dict[str, float]:
         metrics = super()._update()
+        self._tries = max(0, self._tries - 1)
         self._by_source(self._see_that_it_is_served)
         sizes = [adapter.shared.data.nbytes for adapter in self._adapters]  # of the next version, too
         self._adapters = []
@@ -261,10 +274,37 @@ class AdapterUpdater(WeightUpdater):
                         f"{adapter_name(self.weight_version, adapter.policy)}, and answers as without it",
                         is_final=True,
                     )
-        self._is_unseen = False
+                if adapter.answers is not None:
+                    self._check_move(adapter, contact_of(self.fleet.engines[number], number), ours, theirs)
+        moves = [_distance(*one.answers) for one in self._adapters if one.answers is not None]
+        self._is_unseen = bool(self._tries) and min(moves, default=math.inf) < self._noise
+
+    @property
+    def _noise(self) -> float:
+        """How far log-probs of an engine and of the trainer may lie apart that are the same."""
+        return 1e-3 if self.args.params_dtype == "float32" else 0.1
+
+    def _check_move(self, adapter: _Adapter, engine: Any, ours: list[float], base: list[float]) -> None:
+        """An engine's log-probs have moved as the trainer's did, and those of the base have not."""
+        live, without = needed(adapter.answers)
+        if _distance(live, without) < self._noise or self.args.rollout_temperature != 1.0:
+            return
+        name = adapter_name(self.weight_version, adapter.policy)
+        if _distance(ours, live) >= _distance(ours, without):
+            told = f"serves {name} otherwise than it was trained: its log-probs are nearer to the base's"
+        elif _distance(base, without) >= _distance(base, live):
+            told = f"has changed its base with {name}: what it answers without adapter is nearer to the trained one"
+        else:
+            return
+        raise WeightSyncError(f"{engine} {told}", is_final=True)
 
     def _asked(self, adapter: str | None) -> Any:
         return self.fleet.start("prompt_log_probs", PROBE_TOKENS, adapter=adapter)
+
+
+def _distance(one: Sequence[float], other: Sequence[float]) -> float:
+    """Root of the mean square of the differences."""
+    return math.dist(one, other) / math.sqrt(len(one))
 
 
 def _is_elsewhere(engine: Any, number: int) -> bool:
