@@ -3,9 +3,9 @@
     python benchmarks/plan_accuracy.py [--only NAME ...] [--output results.json] [--accelerator cpu|cuda]
 
 A Qwen3-shaped model of 108 M parameters, or one of `MODELS` with experts or latent attention (random weights, the
-tokenizer of tools/make_tiny_model.py), is trained for one rollout by the trainer that a run uses (MegatronTrainActor,
-without Ray), once per case of `CASES`, each in a process of its own. On CPU every allocation and release of torch's
-allocator is read from the profiler's memory events, so temporaries inside a kernel count as well; on CUDA
+tokenizer of tools/make_tiny_model.py), is trained for one rollout by the trainer that a run uses (Megatron's or
+FSDP2's, without Ray), once per case of `CASES`, each in a process of its own. On CPU every allocation and release of
+torch's allocator is read from the profiler's memory events, so temporaries inside a kernel count as well; on CUDA
 torch.cuda.max_memory_allocated is read. Reported:
 
     state       weights, gradients and optimizer after the first train step
@@ -46,6 +46,11 @@ CASES = {
     "1024 tokens, deferred logits": "--max-tokens-per-gpu 1024 --recompute-loss-function --log-probs-chunk-size 128",
     "512 tokens, KL loss": "--max-tokens-per-gpu 512 --use-kl-loss --kl-loss-coef 0.1 --ref-load {model}",
     "static, 2 samples, selective": "--micro-batch-size 2 --recompute-granularity selective",
+    "512 tokens, FSDP2": "--max-tokens-per-gpu 512 --train-backend fsdp",
+    "1024 tokens, FSDP2, full recompute": "--max-tokens-per-gpu 1024 --train-backend fsdp "
+    "--recompute-granularity full",
+    "1024 tokens, FSDP2, deferred logits": "--max-tokens-per-gpu 1024 --train-backend fsdp "
+    "--recompute-loss-function --log-probs-chunk-size 128",
     "experts, 1024 tokens": "--max-tokens-per-gpu 1024 --moe-token-dispatcher-type alltoall",
     "latent, 1024 tokens": "--max-tokens-per-gpu 1024 --moe-token-dispatcher-type alltoall",
 }
@@ -134,7 +139,7 @@ def measure(args: Any) -> dict[str, float]:
         actor = start_trainer(args)
         actor.train_on(0, train_share(args))
         meter.note("state")
-        watch(meter)  # from the second rollout on the optimizer's state is there in every phase
+        watch(meter, actor)  # from the second rollout on the optimizer's state is there in every phase
         actor.train_on(1, train_share(args))
     found = meter.bytes_by_phase()
     return {"state": found["state"][0], "log-probs": found["log-probs"][1], "train": found["train"][1]}
@@ -142,18 +147,25 @@ def measure(args: Any) -> dict[str, float]:
 
 def start_trainer(args: Any) -> Any:
     """The trainer of a run, as rank 0 of one."""
-    from slime.backends.megatron_utils.actor import MegatronTrainActor
+    from slime.ray.train_actor import TRAINERS
+    from slime.utils.misc import load_function
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    actor = MegatronTrainActor(args, rank=0, world_size=1, master_addr="127.0.0.1", master_port=port)
+    make = load_function(TRAINERS[args.train_backend]["actor"])
+    actor = make(args, rank=0, world_size=1, master_addr="127.0.0.1", master_port=port)
     actor.init()
     return actor
 
 
-def watch(meter: Any) -> None:
+def watch(meter: Any, trainer: Any) -> None:
     """Let the meter see the phases of `train_on`."""
+    if trainer.args.train_backend == "fsdp":
+        backend = trainer.backend
+        backend.forward = meter.around(backend.forward, "log-probs")
+        backend.update = meter.around(backend.update, "train")
+        return
     from slime.backends.megatron_utils import actor
 
     for function, phase in (("compute_log_probs", "log-probs"), ("train_one_step", "train")):

@@ -19,6 +19,11 @@ copies there, 4 p and P; Adam then works weight by weight, without temporaries o
 --use-precision-aware-optimizer (O = 10 p with --exp-avg-dtype bf16). With --cpu-offloading what N layers keep is host
 memory, but for the two that are on their way.
 
+With --train-backend fsdp parameters are fp32 and sharded over all ranks of a copy of the model: P = 4 p / shards,
+O = 8 p / shards; G = 4 p / shards during a train step alone. Passes also hold what is gathered, in the type of the
+pass: the whole model where layers stay gathered, else the root's part (embedding, output layer) and two groups of
+layers.
+
 With --lora-rank only the adapters have gradients and an optimizer. A critic is a second trainer without output layer
 on the same GPUs. Without a GPU the reference's copy and the weights that it pushes aside lie in the same memory and
 count too; with one they are host memory. Fragmentation is not counted: `Device.reserved_bytes` is for context
@@ -238,6 +243,8 @@ class _Trainer:
         return self.shape.is_tied and self.layout.pp == 1 and not self.is_critic
 
     def stage(self, stage: int) -> StageMemory:
+        if self.args.train_backend == "fsdp":
+            return self.sharded()
         precision = self.precision
         params, trained, shards = self.num_params(stage)
         weights, gradients = params * precision.weight, trained * precision.gradient
@@ -267,6 +274,45 @@ class _Trainer:
             activations=passes.activations,
             head=passes.head,
             log_probs_peak=floor + passes.forward_only,
+            train_peak=floor + peaks[largest],
+            peak_is=largest,
+        )
+
+    def sharded(self) -> StageMemory:
+        """Bytes of the only stage of --train-backend fsdp."""
+        args, layout, passes = self.args, self.layout, self.passes(0)
+        params, trained, _ = self.num_params(0)
+        shards = layout.world_size // args.fsdp_replicate_size
+        weights, gradients, optimizer = 4 * params // shards, 4 * trained // shards, 8 * trained // shards
+        ends = (1 if self.shape.is_tied else 2) * self.shape.embedding_params + self.shape.norm_params
+        of_layer = (params - ends) / max(self.shape.num_layers, 1)
+        group = max(of_layer, min(args.fsdp_min_group_params + of_layer, params - ends))
+        keeps = shards == 1 or not args.fsdp_reshard_after_forward
+        gathered = round((params if keeps else min(params, ends + 2 * group)) * self.precision.weight)
+        state, data = weights + optimizer, _rollout_data(self.batch, layout)
+        host = 0 if self.is_critic else num_host_copies(args) * weights
+        floor = state + data + (host if self.compute.is_cpu else 0)
+        kept = gradients if self.batch.micro_batches_per_rank > 1 else 0
+        at_end = 0 if args.lora_rank else ends
+        peaks = {
+            "forward/backward": gathered + kept + passes.backward,
+            # the reduction's input and output in fp32, beside what is gathered
+            "embedding gradient": gradients + at_end * (self.precision.weight + 4 + 4 // shards),
+        }
+        largest = max(peaks, key=lambda name: peaks[name])
+        return StageMemory(
+            stage=0,
+            params=params,
+            trained_params=trained,
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            state=state,
+            host_copies=host,
+            rollout_data=data,
+            activations=passes.activations,
+            head=passes.head,
+            log_probs_peak=floor + gathered + passes.forward_only,
             train_peak=floor + peaks[largest],
             peak_is=largest,
         )

@@ -56,6 +56,24 @@ def test_mixed_precision_shards_master_copy_and_moments_over_the_data_parallel_r
     assert stage.optimizer == 12 * stage.params / 4  # 8 ranks / TP 2
 
 
+def test_fsdp_shards_all_state_over_the_ranks_of_a_copy_and_gathers_for_a_pass():
+    fsdp = {**CUDA, "train_backend": "fsdp", "actor_num_gpus_per_node": 8}
+    num_params = parts()[1].num_params
+    whole, copies, kept = (
+        memory_of(**fsdp, **more).stages[0]
+        for more in ({}, {"fsdp_replicate_size": 2}, {"fsdp_reshard_after_forward": False})
+    )
+    assert (whole.weights, whole.optimizer) == (4 * num_params // 8, 8 * num_params // 8)
+    assert whole.state == whole.weights + whole.optimizer, "gradients are gone between train steps"
+    assert copies.state == 12 * num_params // 4
+    assert kept.state == whole.state
+    assert whole.log_probs_peak <= kept.log_probs_peak, "a group of 50 M parameters is this whole model"
+    small = memory_of(**fsdp, fsdp_min_group_params=1).stages[0]
+    assert small.log_probs_peak < kept.log_probs_peak
+    alone = memory_of(**fsdp | {"actor_num_gpus_per_node": 1}).stages[0]
+    assert alone.state == 12 * num_params and alone.log_probs_peak >= alone.state + 2 * num_params
+
+
 def test_an_optimizer_in_host_memory_is_not_on_the_gpu():
     whole = memory_of(**CUDA, optimizer_cpu_offload=True).stages[0]
     assert whole.optimizer == 0
