@@ -164,7 +164,12 @@ def measure_adapters(engine: Any, path: Path, options: Namespace) -> None:
 
 def build_model(path: Path, **flags: Any) -> tuple[Namespace, list[Any]]:
     """A world of one rank with the Megatron model of an HF directory, and its flags."""
-    fixed = {"check_weight_update_equal": False, "update_weight_buffer_size": 1, "train_backend": "megatron"}
+    fixed = {
+        "check_weight_update_equal": False,
+        "update_weight_buffer_size": 1,
+        "train_backend": "megatron",
+        "multimodal_keys": None,
+    }
     args = trainer_args(path, **fixed | flags) if flags else make_args(path, **fixed)
     torch.set_num_threads(1)
     initialize.init(args, rank=0, world_size=1, master_addr="127.0.0.1", master_port=listen_anywhere("127.0.0.1"))

@@ -61,6 +61,7 @@ def make_updater(engine: SGLangEngine, shared: Path, model: Path, **values: Any)
         "mtp_num_layers": None,
         "check_weight_update_equal": False,
         "train_backend": "megatron",
+        "multimodal_keys": None,
     }
     made = build_weight_updater(SimpleNamespace(**(args | values)), [], colocated=False)
     assert isinstance(made, DiskWeightUpdater)

@@ -49,6 +49,7 @@ def updater_to(engine: SGLangEngine, model: Path) -> DistributedWeightUpdater:
         mtp_num_layers=None,
         check_weight_update_equal=False,
         train_backend="megatron",
+        multimodal_keys=None,
         offload_train=False,
     )
     made = DistributedWeightUpdater(args, model=[])

@@ -59,6 +59,7 @@ def updater(
         mtp_num_layers=None,
         check_weight_update_equal=False,
         train_backend="megatron",
+        multimodal_keys=None,
         offload_train=False,
     )
     made = TensorWeightUpdater(args, model=[])

@@ -40,6 +40,7 @@ def updater(engine: SGLangEngine, tiny_models: tuple[Path, Path], monkeypatch: p
         mtp_num_layers=None,
         check_weight_update_equal=False,
         train_backend="megatron",
+        multimodal_keys=None,
         offload_train=False,
     )
     made = LossyUpdater(args, model=[])

@@ -168,6 +168,7 @@ def _sync_args(model: Path) -> Any:
         mtp_num_layers=None,
         check_weight_update_equal=False,
         train_backend="megatron",
+        multimodal_keys=None,
         offload_train=False,
     )
 

@@ -27,6 +27,7 @@ def updater_of(engine: SGLangEngine, model: Path, sent: Path, monkeypatch: pytes
         mtp_num_layers=None,
         check_weight_update_equal=True,
         train_backend="megatron",
+        multimodal_keys=None,
         offload_train=True,
     )
     made = TensorWeightUpdater(args, model=[])

@@ -82,6 +82,7 @@ class World:
         args = {
             "update_weight_transport": "disk",
             "train_backend": "megatron",
+            "multimodal_keys": None,
             "update_weight_mode": "full",
             "update_weight_disk_dir": str(self.shared),
             "update_weight_disk_keep_files": False,

@@ -53,9 +53,10 @@ def test_the_transport_says_who_carries_the_weights(world: World, transport: str
 # ---- what is written, and when
 
 
-def test_a_version_is_a_whole_hf_directory_with_the_weights_as_they_are(world: World) -> None:
-    world.updater(FileEngine(), update_weight_disk_keep_files=True).update()
-    version = world.shared / "weight_v000001"
+def test_a_version_is_a_whole_hf_directory_with_the_weights_as_they_are(world: World, tmp_path: Path) -> None:
+    shared = tmp_path / "versions"
+    world.updater(FileEngine(), update_weight_disk_dir=str(shared), update_weight_disk_keep_files=True).update()
+    version = shared / "weight_v000001"
     assert (version / "config.json").is_file() and (version / "tokenizer.json").is_file()
     index = json.loads((version / INDEX_FILE).read_text())
     assert index["weight_map"].keys() == world.weights.keys()

@@ -109,6 +109,7 @@ def buckets(monkeypatch):
 def make_updater(checkpoint, engines) -> FakeUpdater:
     args = SimpleNamespace(
         train_backend="megatron",
+        multimodal_keys=None,
         update_weights_in_flight=False,
         update_weight_buffer_size=16,
         distributed_timeout_minutes=1.0,
@@ -360,6 +361,7 @@ def test_a_sync_waits_no_longer_than_a_collective_may_take(checkpoint, buckets):
     engine.flush_cache = release.wait
     args = SimpleNamespace(
         train_backend="megatron",
+        multimodal_keys=None,
         update_weights_in_flight=False,
         update_weight_buffer_size=16,
         distributed_timeout_minutes=0.002,
