@@ -25,6 +25,6 @@ def apply() -> None:
         rows = grad_output.reshape(-1, grad_output.shape[-1])
         of_rows, of_weight, _, *others = of_input_alone(ctx, rows)
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return of_rows.view(*grad_output.shape[:-1], -1), of_weight, of_bias, *others
+        return of_rows.view(*grad_output.shape[:-1], of_rows.shape[-1]), of_weight, of_bias, *others
 
     LinearWithFrozenWeight.backward = staticmethod(backward)
