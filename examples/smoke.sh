@@ -52,6 +52,8 @@ PY
 )
 unset WANDB_API_KEY
 export SLIME_PYTHON="$PYTHON" SLIME_HOME="$OUTPUT/home" NUM_SLOTS="${NUM_SLOTS:-2}" LOCAL_DIR="$OUTPUT/local" DISK_DIR="$OUTPUT/weights"
+# A Ray of our own, so that a script for several machines is content with this one.
+slime_only_asks "$@" || slime_ray_start "$NUM_SLOTS"
 bash "$script" "${sizes[@]}" --accelerator cpu --attention-backend auto \
     --hf-checkpoint "$OUTPUT/model" --ref-load "$OUTPUT/model" --load "$OUTPUT/checkpoint" --save "$OUTPUT/checkpoint" --save-interval 2 \
     --output-dir "$OUTPUT/run" --prompt-data "$OUTPUT/prompts.jsonl" \

@@ -13,6 +13,7 @@ import dataclasses
 import importlib.util
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from examples.strands_sglang.subprocess_interpreter import SubprocessInterpreter
@@ -65,6 +66,7 @@ async def solve(base_url: str, api_key: str, sample: Sample) -> None:
     """
     from strands import Agent, tool
     from strands.models.openai import OpenAIModel
+    from strands.types.exceptions import MaxTokensReachedException
 
     failures: list[SandboxError] = []
 
@@ -82,7 +84,9 @@ async def solve(base_url: str, api_key: str, sample: Sample) -> None:
     system, messages = conversation_of(sample)
     agent = Agent(model=model, tools=[named], system_prompt=system, callback_handler=None, retry_strategy=None)
     try:
-        await agent.invoke_async(messages)
+        # an answer that was cut off by its length is the agent's last: the session's samples say so
+        with suppress(MaxTokensReachedException):
+            await agent.invoke_async(messages)
     finally:
         if failures:
             raise failures[0]

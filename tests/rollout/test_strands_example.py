@@ -63,8 +63,8 @@ def execute(monkeypatch):
     SingletonMeta.clear_instances(rollout.Places)
     monkeypatch.setattr(rollout, "GenerateState", lambda args: SimpleNamespace(aborted=False))
 
-    def execute(texts, prompt=({"role": "user", "content": "6*7"},)):
-        engine = ScriptedEngine(TOKENIZER, [f"{text}{END}" for text in texts])
+    def execute(texts, prompt=({"role": "user", "content": "6*7"},), **engine_settings):
+        engine = ScriptedEngine(TOKENIZER, [f"{text}{END}" for text in texts], **engine_settings)
         with served(engine.app) as url:
             gateway = Gateway(tokenizer=TOKENIZER, sglang_url=url, tool_parser="hermes").start()
 
@@ -134,6 +134,13 @@ def test_turns_are_bounded_and_a_sandbox_that_fails_is_no_fault_of_the_model(exe
     monkeypatch.setattr(gen, "execute_python_code", refuse)
     sample = execute([call("print(1)"), "\\boxed{42}"])
     assert (sample.end_reason, sample.reward_is_trusted, sample.remove_sample) == ("env_error", False, True)
+
+
+@needs_strands
+def test_an_answer_that_is_cut_off_by_its_length_ends_the_sample_and_not_the_run(execute):
+    sample = execute(["\\boxed{4"], finish="length")
+    assert (sample.end_reason, sample.status) == ("length", Sample.Status.TRUNCATED)
+    assert sum(sample.loss_mask) == sample.response_length
 
 
 def test_the_run_for_gpus_has_flags_that_fit_each_other(tmp_path, monkeypatch):
