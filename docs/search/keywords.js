@@ -109,5 +109,4 @@ const PAGE_KEYWORDS = {
   "examples/bring_your_own_task/README": "template example own task complete",
   "docs/rollout_buffer": "human feedback labels external generator loop annotators",
   "docs/fsdp_figures": "fsdp speed parity tested models gpu",
-  "docs/lora_policies": "several adapters tasks at once multi lora multitask",
 };
