@@ -19,6 +19,8 @@ from slime.weights.adapters import PEFT_PREFIX
 from slime.weights.names import is_fused, single_names
 
 HEAD = "value_head."
+READ_BYTES = 8 * 2**20
+"""Rows are read this many bytes (of the shard) at a time: what is read lies in memory beside it."""
 GATHER_BYTES = 64 * 2**20
 """Parameters are gathered this many bytes at a time, or one by one where they are larger."""
 
@@ -80,18 +82,26 @@ def load_hf(policy: Policy, path: str) -> None:
             found = [torch.cat([reader.get(single) for single in of_expert]) for of_expert in experts]
             value = torch.stack(found) if found else local
         elif name in names:
-            value = reader.get_rows(name, *rows)
+            pieces = max(1, -(-local.nbytes // READ_BYTES))
+            start = first
+            for piece in local.chunk(pieces):
+                _copy(reader.get_rows(name, start, start + len(piece)), piece, f"{path}: {name}")
+                start += len(piece)
+            continue
         else:
             raise UsageError(
                 f"{path} has no tensor {name}, which transformers' model of --hf-checkpoint needs; give a checkpoint "
                 "with transformers' names, or use --train-backend megatron."
             )
-        if value.shape != local.shape:
-            raise UsageError(
-                f"{path}: {name} has the shape {tuple(value.shape)} here, the model {tuple(local.shape)}."
-            )
-        with torch.no_grad():
-            local.copy_(value)
+        _copy(value, local, f"{path}: {name}")
+
+
+def _copy(value: torch.Tensor, local: torch.Tensor, what: str) -> None:
+    """Overwrite rows of a shard with what a file has."""
+    if value.shape != local.shape:
+        raise UsageError(f"{what} has the shape {tuple(value.shape)} here, the model {tuple(local.shape)}.")
+    with torch.no_grad():
+        local.copy_(value)
 
 
 class WeightSource:
