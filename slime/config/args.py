@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from slime.config.sglang.engine_flags import SglangFlags
     from slime.config.sglang.topology import ModelPlan
     from slime.config.sglang.values import SglangValues
-    from slime.utils.eval_config import EvalDatasetConfig
+    from slime.utils.eval_config import EvalDatasetConfig, PromptSource
     from slime.utils.http.api_keys import RunKeys
 
     class Settled:
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         megatron_role_values: dict[str, dict[str, Any]]
         params_dtype: str
         policies: tuple[LoraPolicy, ...]
+        prompt_sources: list[PromptSource]
         rank: int
         rollout_external: bool
         rollout_external_engine_infos: list[ExternalEngineInfo]

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from slime.config.args import Args
 from slime.config.problems import Check, Problems, Rule, broken, for_each, plain_option, read_file
+from slime.config.prompt_sources import prompt_sources
 from slime.config.rules import files, generation
+from slime.utils.errors import UsageError
 from slime.utils.files.yaml_config import load_yaml, validate
 from slime.weights.adapters import POLICY
 
@@ -57,7 +59,8 @@ class LoraPolicy:
         given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
         if self.reward:
             given |= {"custom_rm_path": self.reward_path, "rm_type": None if self.reward_path else self.reward}
-        return args.replace(**given)
+        alone = args.replace(**given)
+        return alone.replace(prompt_sources=prompt_sources(alone)) if self.data else alone
 
 
 def policies_of(args: Args) -> Sequence[LoraPolicy]:
@@ -194,7 +197,12 @@ def data_problems(args: Args, *, known: Table[Any], needs_label: Callable[[str],
     if not policies_of(args):
         problems.environment += files.check_train_data(args, reads_reward=generation.uses_builtin_reward(args))
     for policy in policies_of(args):
-        of_one, where = policy.of(args).replace(eval_datasets=[]), f"{FLAG} {args.lora_policies}: {policy.name}: "
+        where = f"{FLAG} {args.lora_policies}: {policy.name}: "
+        try:
+            of_one = policy.of(args).replace(eval_datasets=[])
+        except UsageError as error:
+            problems.environment += [where + text for text in error.messages]
+            continue
         data = files.check_train_data(of_one, reads_reward=generation.uses_builtin_reward(of_one))
         reward = generation.check_rewards(of_one, known=known, needs_label=needs_label, fields=fields)
         problems.environment += [where + text for text in data]

@@ -49,6 +49,7 @@ from slime.config.parser import (
     with_current_names,
 )
 from slime.config.problems import NoEffect, Problems, collected, read_file, without_repeats
+from slime.config.prompt_sources import prompt_sources
 from slime.config.roles import FLAG as ROLES_FLAG
 from slime.config.roles import Role, apply_config_files, critic_entry, parse_megatron_role_args
 from slime.config.rules import debug, devices, effect, files, generation
@@ -72,7 +73,7 @@ from slime.rollout.rm_hub import RM_TYPES, rm_needs_label
 from slime.rollout.tool_calls import ToolFn
 from slime.utils import accelerator
 from slime.utils.errors import UsageError
-from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, load_eval_config
+from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, dataset_hooks, load_eval_config
 from slime.utils.misc import is_port_available
 
 logger = logging.getLogger(__name__)
@@ -323,6 +324,8 @@ def _derive(args: Args, explicit: set[str], problems: Problems, hf_config: Mappi
     values.update(implied)
     explicit |= set(implied)  # engines are started with what is explicit
     now = time.strftime("%Y%m%d-%H%M%S")
+    if args.prompt_data and len(args.prompt_data) == 1:
+        args.prompt_data = args.prompt_data[0]
     values.update(derive.derive_flags(args, explicit, kind_of=classify_checkpoint, now=now))
     if (sentence := without_deepep(args)) and not args.debug_rollout_only:
         if args.require_deepep:
@@ -333,6 +336,7 @@ def _derive(args: Args, explicit: set[str], problems: Problems, hf_config: Mappi
     values.update(derive_sglang(args, explicit, list(defaults_of(SglangFlags))))
     derive_engines(args, explicit, problems)
     values.update(policy_values(args, problems), eval_datasets=_eval_datasets(args, problems))
+    args.prompt_sources = collected(problems.environment, prompt_sources, args) or []
     if args.num_rollout is None:
         problems.notes += files.SMALL_DATA_NOTE(args)
         args.num_rollout = derive.rollouts_of_epochs(
@@ -429,22 +433,18 @@ def _check_environment(args: Args, *, given_load: str | None, has_config: bool) 
     defaults = {name: value for flags_class in FLAG_CLASSES for name, value in defaults_of(flags_class).items()}
     defaults["eval_function_path"] = generation.DEFAULT_ROLLOUT
     yield from files.check_hooks(vars(args), defaults, HOOKS, signature_problem)
-    for where, name, path in [*_hooks_of_evaluation(args), *reward_hooks(args)]:
+    for where, name, path in [*dataset_hooks([*args.prompt_sources, *args.eval_datasets]), *reward_hooks(args)]:
         yield from files.check_hook(where, path, HOOKS[name], signature_problem)
     yield from files.check_output_dirs(files.output_dirs(args))
     yield from files.check_output_file("--ray-timeline-path", args.ray_timeline_path)
-
-
-def _hooks_of_evaluation(args: Args) -> Iterator[tuple[str, str, str]]:
-    """(where it is given, attribute, path) of each hook of a data set."""
-    for dataset in args.eval_datasets:
-        for name in ("custom_rm_path", "custom_generate_function_path"):
-            if path := vars(dataset)[name]:
-                yield f"evaluation data set {dataset.name}: {name}", name, path
 
 
 def _generates(args: Args) -> dict[str, str]:
     """Where it is given -> path of each generate function of the run."""
     own, name = args.custom_generate_function_path, "custom_generate_function_path"
     given = {"--custom-generate-function-path": own} if own else {}
-    return given | {where: path for where, attribute, path in _hooks_of_evaluation(args) if attribute == name}
+    return given | {
+        where: path
+        for where, attribute, path in dataset_hooks([*args.prompt_sources, *args.eval_datasets])
+        if attribute == name
+    }

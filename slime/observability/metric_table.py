@@ -101,6 +101,20 @@ FAMILIES: dict[str, tuple[MetricRow, ...]] = {
             ),
             ("rollout/zero_std/count_<reward>", "groups all of whose samples got this reward", "groups"),
             (
+                "rollout/source/<set>/share",
+                "share of the samples whose prompt is of this data set of a mixture",
+                "share",
+            ),
+            ("rollout/source/<set>/reward", "mean reward of the data set's samples"),
+            ("rollout/source/<set>/response_len", "mean trained tokens of the data set's responses", "tokens"),
+            ("rollout/source/<set>/truncated_ratio", "share of the data set's samples that were cut off", "share"),
+            (
+                "rollout/source/<set>/zero_std_fraction",
+                "share of the data set's groups that all got one reward",
+                "share",
+                "below 0.5",
+            ),
+            (
                 "rollout/end_reason/<reason>",
                 "share of the samples that ended so: done, max_turns, length, budget, env_error, grader_error, "
                 "transport or aborted",

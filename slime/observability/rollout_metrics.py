@@ -21,6 +21,7 @@ from slime.observability.metric_utils import (
     dict_add_prefix,
     has_repetition,
 )
+from slime.utils.data import get_source
 from slime.utils.misc import is_finite_number
 from slime.utils.types import Sample
 
@@ -105,7 +106,7 @@ def compute_metrics_from_samples(args: Args, samples: Sequence[Sample]) -> dict[
         ValueError: a reward has no such key as `log_reward_category`.
     """
     known = [sample for sample in samples if sample.counts(args)]
-    metrics = sample_metrics(samples) | end_reasons(samples) | zero_std_counts(args, known)
+    metrics = sample_metrics(samples) | end_reasons(samples) | zero_std_counts(args, known) | of_sources(args, known)
     if samples:
         metrics["untrusted_reward"] = _mean([not sample.reward_is_trusted for sample in samples])
     if args.overlong_buffer_len is not None:
@@ -114,6 +115,28 @@ def compute_metrics_from_samples(args: Args, samples: Sequence[Sample]) -> dict[
         metrics |= dict_add_prefix(reward_categories(known, args.log_reward_category), "error_cat/")
     if args.log_correct_samples:
         metrics |= dict_add_prefix(correct_metrics(_rewards(args, known), known), "correct_")
+    return metrics
+
+
+def of_sources(args: Args, samples: Sequence[Sample]) -> dict[str, float]:
+    """For each data set of a mixture: its share of the samples, mean reward, truncation, length, and the share of its
+    groups whose rewards are all the same.
+    """
+    names = {get_source(sample) for sample in samples} - {"unknown"}
+    metrics: dict[str, float] = {}
+    for name in sorted(names):
+        own = [sample for sample in samples if get_source(sample) == name]
+        scored = [s for s in own if s.reward is not None and is_finite_number(s.get_reward_value(args))]
+        found = {
+            "share": len(own) / len(samples),
+            "response_len": _mean([s.effective_response_length for s in own]),
+            "truncated_ratio": _mean([s.status == Sample.Status.TRUNCATED for s in own]),
+        }
+        if scored:
+            found["reward"] = _mean([float(s.get_reward_value(args)) for s in scored])
+        if (fraction := zero_std_counts(args, own).get("zero_std/fraction")) is not None:
+            found["zero_std_fraction"] = fraction
+        metrics |= dict_add_prefix(found, f"source/{name}/")
     return metrics
 
 
@@ -330,5 +353,5 @@ def _rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
     return [0.0 if s.reward is None else float(s.get_reward_value(args)) for s in samples]
 
 
-def _mean(flags: Sequence[bool]) -> float:
-    return sum(flags) / len(flags)
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -30,7 +30,7 @@ from slime.utils.types import Sample
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-    from slime.utils.eval_config import EvalDatasetConfig
+    from slime.utils.eval_config import DatasetSettings
 
 MEASURED_ROWS = 200  # Rows at the start of the prompt file whose lengths are measured
 
@@ -46,19 +46,33 @@ def read_rows_of(args: Args) -> Found:
     Returns:
         facts about the prompts (None without them), one report per data file, and a sentence for each thing missing.
     """
-    wanted: list[tuple[str, str, EvalDatasetConfig | None]] = [(d.name, d.path, d) for d in args.eval_datasets]
-    if args.prompt_data:
-        wanted.insert(0, ("prompts", args.prompt_data, None))
-    readable = [entry for entry in wanted if parse_slice(entry[1])[0].is_file()]
-    missing = [f"{entry[0]}: {entry[1]} does not exist" for entry in wanted if entry not in readable]
+    wanted: list[tuple[str, DatasetSettings]] = [(one.name, one) for one in args.eval_datasets]
+    wanted[:0] = [(f"prompts {one.name}" if one.is_named else "prompts", one) for one in args.prompt_sources]
+    readable = [entry for entry in wanted if parse_slice(entry[1].path)[0].is_file()]
+    missing = [f"{name}: {one.path} does not exist" for name, one in wanted if (name, one) not in readable]
     tokenizer = _tokenizer(args, missing) if readable else None
     facts, reports = None, []
-    for name, path, dataset in readable:
-        keys = _keys(args, dataset)
-        reports.append(row_report(args, name, path, keys=keys, tokenizer=tokenizer))
-        if dataset is None:
-            facts = data_facts(path, keys, tokenizer, is_whole=args.loss_type == "sft_loss")
+    for name, dataset in readable:
+        keys, is_trained = _keys(args, dataset), dataset in args.prompt_sources
+        demonstrates = is_trained and args.loss_type == "sft_loss"
+        shown = row_report(args, name, dataset.path, keys=keys, tokenizer=tokenizer, demonstrates=demonstrates)
+        reports.append(shown)
+        if is_trained:
+            facts = together(facts, data_facts(dataset.path, keys, tokenizer, is_whole=demonstrates))
     return facts, reports, missing
+
+
+def together(one: DataFacts | None, other: DataFacts | None) -> DataFacts | None:
+    """Facts about two files; the mean length is that of the rows that were measured."""
+    if one is None or other is None:
+        return one or other
+    measured = [facts for facts in (one, other) if facts.num_measured]
+    count = sum(facts.num_measured for facts in measured)
+    if not count:
+        return DataFacts(one.num_rows + other.num_rows)
+    mean = round(sum(facts.num_measured * (facts.mean_prompt or 0) for facts in measured) / count)
+    longest = max(facts.max_prompt or 0 for facts in measured)
+    return DataFacts(one.num_rows + other.num_rows, count, mean, longest)
 
 
 def _tokenizer(args: Args, missing: list[str]) -> Any:
@@ -79,9 +93,8 @@ def _tried(function: Callable[..., T], *args: Any, **keywords: Any) -> tuple[T |
     return None, str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
 
 
-def _keys(args: Args, dataset: Any) -> dict[str, Any]:
-    """The keyword arguments of `Dataset` for the prompts, or for an evaluation data set."""
-    source = dataset or args
+def _keys(args: Args, source: DatasetSettings) -> dict[str, Any]:
+    """The keyword arguments of `Dataset` for a data set."""
     return {
         "prompt_key": source.input_key,
         "label_key": source.label_key,
@@ -90,10 +103,13 @@ def _keys(args: Args, dataset: Any) -> dict[str, Any]:
         "apply_chat_template": source.apply_chat_template,
         "apply_chat_template_kwargs": source.apply_chat_template_kwargs,
         "skip_malformed": args.skip_malformed_data,
+        "source": source if source in args.prompt_sources else None,
     }
 
 
-def row_report(args: Args, name: str, path: str, *, keys: dict[str, Any], tokenizer: Any) -> RowReport:
+def row_report(
+    args: Args, name: str, path: str, *, keys: dict[str, Any], tokenizer: Any, demonstrates: bool
+) -> RowReport:
     """The first row of a file; rendered and counted where there is a tokenizer, else as it is written."""
     first, problem = _tried(_first_row, args, path)
     if first is None:
@@ -102,11 +118,10 @@ def row_report(args: Args, name: str, path: str, *, keys: dict[str, Any], tokeni
     if tokenizer is None:
         text, label = str(row.get(keys["prompt_key"], row)), _shown(row.get(keys["label_key"]))
         return RowReport(name, path, where, text, [], None, None, label, None)
-    is_demonstration = args.loss_type == "sft_loss" and name == "prompts"
 
     def shown() -> RowReport:
         sample = first_samples(path, keys, tokenizer, 1)[0]
-        parts = _masked(args, sample, tokenizer) if is_demonstration else _prompt(sample, tokenizer)
+        parts = _masked(args, sample, tokenizer) if demonstrates else _prompt(sample, tokenizer)
         return RowReport(name, path, where, *parts, _shown(sample.label), None)
 
     report, problem = _tried(shown)

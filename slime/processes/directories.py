@@ -95,7 +95,7 @@ def claim(directory: str | Path) -> int | None:
     # The lock is of the directory itself: it leaves no file behind, and a lock server of a network is never asked.
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
+    except (OSError, ValueError):  # a null byte: it is no path at all
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

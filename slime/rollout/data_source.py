@@ -16,11 +16,15 @@ from slime.checkpoints.paths import entries_of, manifest_of_state, state_path, t
 from slime.checkpoints.rollout_files import load_dump
 from slime.config.args import Args
 from slime.config.lora_policies import policies_of
+from slime.config.prompt_sources import prompt_sources
 from slime.processes.directories import READABLE, open_new
 from slime.rollout.hooks.errors import blame_hook, hook_name
 from slime.rollout.hooks.returns import check_picked
+from slime.rollout.sample_hooks import current_rollout_id
+from slime.rollout.sampling.mixture import Mixture
 from slime.rollout.sampling.weight_versions import WeightClock, of_earlier_run
 from slime.utils.data import Dataset
+from slime.utils.eval_config import PromptSource
 from slime.utils.misc import load_function, needed, on_error
 from slime.utils.processing_utils import image_options, load_processor, load_tokenizer
 from slime.utils.types import Sample
@@ -63,11 +67,10 @@ class RolloutDataSource(DataSource):
     """The prompt file, in order or shuffled per epoch; the next epoch follows without a gap.
 
     Args:
-        args: reads `prompt_data`, `hf_checkpoint`, `trust_remote_code`, the column and template flags,
-            `rollout_max_prompt_len`, `prompt_truncation`, `filter_prompts_workers`, `skip_malformed_data`,
-            `rollout_shuffle`, `rollout_seed`, `n_samples_per_prompt`, `save`, `load`. Without
-            `rollout_global_dataset` there is no file: samples are empty but for their numbers, for a rollout function
-            that makes its own prompts.
+        args: reads `prompt_sources`, `hf_checkpoint`, `trust_remote_code`, `prompt_truncation`,
+            `filter_prompts_workers`, `skip_malformed_data`, `rollout_shuffle`, `rollout_seed`,
+            `n_samples_per_prompt`, `save`, `load`. Without `rollout_global_dataset` there is no file: samples are
+            empty but for their numbers, for a rollout function that makes its own prompts.
     """
 
     def __init__(self, args: Args) -> None:
@@ -77,11 +80,11 @@ class RolloutDataSource(DataSource):
         self.sample_index = 0
         self.sample_offset = 0
         self.metadata: dict[str, Any] = {}
-        self.dataset = _open_dataset(args) if args.rollout_global_dataset else None
+        self.dataset = _open_datasets(args) if args.rollout_global_dataset else None
         self._order_epoch()
 
     def _order_epoch(self) -> None:
-        if self.dataset is not None and self.args.rollout_shuffle:
+        if isinstance(self.dataset, Dataset) and self.args.rollout_shuffle:
             self.dataset.shuffle(self.epoch_id)
 
     def __len__(self) -> int:
@@ -98,9 +101,10 @@ class RolloutDataSource(DataSource):
             self.epoch_id += 1
             self.sample_offset = 0
             self._order_epoch()
-        prompt = self.dataset[self.sample_offset]
-        self.sample_offset += 1
-        return prompt
+        offset, self.sample_offset = self.sample_offset, self.sample_offset + 1
+        if isinstance(self.dataset, Mixture):
+            return self.dataset.draw(current_rollout_id() or 0)
+        return self.dataset[offset]
 
     def _next_group(self) -> Group:
         prompt = self._next_prompt()
@@ -135,6 +139,7 @@ class RolloutDataSource(DataSource):
             "sample_index": self.sample_index,
             "metadata": copy.deepcopy(self.metadata),
             "num_prompts": len(self),
+            **({"sources": self.dataset.state_dict()} if isinstance(self.dataset, Mixture) else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -149,6 +154,8 @@ class RolloutDataSource(DataSource):
         self.sample_group_index = state["sample_group_index"]
         self.sample_index = state["sample_index"]
         self.metadata = dict(state["metadata"])
+        if isinstance(self.dataset, Mixture):
+            self.dataset.load_state_dict(state.get("sources", {}))
         self._order_epoch()
 
     def save(self, rollout_id: int) -> None:
@@ -192,21 +199,30 @@ class RolloutDataSource(DataSource):
         logger.info("data source goes on at prompt %d of epoch %d (%s)", self.sample_offset, self.epoch_id, path)
 
 
-def _open_dataset(args: Args) -> Dataset:
+def _open_datasets(args: Args) -> Dataset | Mixture:
+    sources = vars(args).get("prompt_sources")  # args that a user made by hand have none
+    opened = [(source, _open_dataset(args, source)) for source in sources or prompt_sources(args)]
+    if len(opened) == 1:
+        return opened[0][1]
+    return Mixture(opened, shuffles=args.rollout_shuffle)
+
+
+def _open_dataset(args: Args, source: PromptSource) -> Dataset:
     trust = args.trust_remote_code
     return Dataset(
-        needed(args.prompt_data),
+        source.path,
         load_tokenizer(args.hf_checkpoint, trust_remote_code=trust),
-        load_processor(args.hf_checkpoint, trust_remote_code=trust) if args.multimodal_keys else None,
-        args.rollout_max_prompt_len,
-        prompt_key=args.input_key,
-        multimodal_keys=args.multimodal_keys,
-        label_key=args.label_key,
-        tool_key=args.tool_key,
-        metadata_key=args.metadata_key,
+        load_processor(args.hf_checkpoint, trust_remote_code=trust) if source.multimodal_keys else None,
+        source.max_prompt_len,
+        prompt_key=source.input_key,
+        multimodal_keys=source.multimodal_keys,
+        label_key=source.label_key,
+        tool_key=source.tool_key,
+        metadata_key=source.metadata_key,
         seed=args.rollout_seed,
-        apply_chat_template=args.apply_chat_template,
-        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+        apply_chat_template=source.apply_chat_template,
+        apply_chat_template_kwargs=source.apply_chat_template_kwargs,
+        source=source,
         truncation=args.prompt_truncation,
         num_workers=args.filter_prompts_workers,
         skip_malformed=args.skip_malformed_data,

@@ -41,6 +41,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.args import Args
+from slime.config.prompt_sources import params_of
 from slime.processes.progress import progress_bar
 from slime.processes.wait import WaitTimeout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -251,6 +252,7 @@ class AsyncRolloutWorker:
         """Begin groups as long as there is room (see the module's docstring)."""
         with self._failing():  # in a user's data source, for example
             while self._is_running and self._error is None and self._has_room():
+                set_current_rollout_id(self._landing())
                 groups = draw_groups(self.args, self.data_buffer, 1)
                 for group in restart_stale(self.args, self._landing(), groups):
                     self._begin(group)
@@ -296,7 +298,7 @@ class AsyncRolloutWorker:
         number = self._num_begun if again is None else again.number
         self._num_begun += again is None
         flight = Flight(group, [sample.snapshot() for sample in group], number, num_crashes)
-        params = dict(GenerateState(self.args).sampling_params)
+        params = params_of(self.args, GenerateState(self.args).sampling_params, group)
         task = asyncio.get_running_loop().create_task(generate_and_rm_group(self.args, group, params))
         self._flying[task] = flight
         if self._is_ordered:

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from slime.utils.errors import UsageError
 from slime.utils.files.rows import (
@@ -42,6 +42,9 @@ from slime.utils.processing_utils import (
 )
 from slime.utils.train_data import process_rollout_data
 from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    from slime.utils.eval_config import PromptSource
 
 __all__ = [
     "Dataset",
@@ -87,6 +90,7 @@ class Dataset:
         keep_messages: put the message list of a rendered prompt into `metadata["messages"]`, for a reward model with
             a chat template of its own.
         images: how images are opened; None = as they are, and from this machine.
+        source: the file's entry in a mixture: its system prompt, grader, generate function and metadata.
 
     Raises:
         UsageError: a row cannot be used, or no row is left.
@@ -112,8 +116,9 @@ class Dataset:
         skip_malformed: bool = False,
         keep_messages: bool = False,
         images: ImageOptions | None = None,
+        source: PromptSource | None = None,
     ) -> None:
-        self._keep_messages = keep_messages
+        self._keep_messages, self._source = keep_messages, source
         self._images = images or ImageOptions()
         self._template_kwargs = apply_chat_template_kwargs or {}
         self._apply_template, self._tokenizer, self._processor = apply_chat_template, tokenizer, processor
@@ -191,10 +196,16 @@ class Dataset:
         return self._fit([sample], [place])[0] if self._truncation in CUTS else sample
 
     def _messages(self, where: str, row: dict[str, Any]) -> list[dict[str, Any]]:
-        return messages_of(row, where, self._keys["prompt"] or "", self._multimodal_keys)
+        messages = messages_of(row, where, self._keys["prompt"] or "", self._multimodal_keys)
+        system_prompt = self._source and self._source.system_prompt
+        if system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system_prompt}, *messages]
+        return messages
 
     def _sample(self, where: str, row: dict[str, Any]) -> Sample:
-        metadata = metadata_of(row, where, self._keys["metadata"] or "")
+        source, metadata = self._source, metadata_of(row, where, self._keys["metadata"] or "")
+        if source is not None:
+            metadata = source.metadata_of(metadata)
         tool_key = self._keys["tools"]
         if tool_key and row.get(tool_key):
             metadata["tools"] = object_of(row[tool_key], where, tool_key, kind=list)
@@ -204,7 +215,7 @@ class Dataset:
             if self._keep_messages:
                 metadata.setdefault("messages", messages)
             prompt = render_chat(self._tokenizer, messages, tools=metadata.get("tools"), **self._template_kwargs)
-        elif self._multimodal_keys:
+        elif self._multimodal_keys or (source is not None and source.system_prompt):
             prompt = self._messages(where, row)
         else:
             prompt = prompt_of(row, where, self._keys["prompt"] or "")
@@ -214,6 +225,8 @@ class Dataset:
             label=label_of(row, where, label_key) if label_key else None,
             metadata=metadata,
             apply_chat_template_kwargs=dict(self._template_kwargs),
+            custom_rm_path=source.custom_rm_path if source else None,
+            generate_function_path=source.custom_generate_function_path if source else None,
         )
 
     def shuffle(self, new_epoch_id: int) -> None:

@@ -1,4 +1,4 @@
-"""Which data sets an evaluation uses and how each is sampled and graded.
+"""Which data sets training and evaluation use, and how each is sampled and graded.
 
 Every field is resolved as data set > `defaults` of the file > flags; `null` counts as not given. It reads no data and
 knows nothing of rollouts.
@@ -6,8 +6,9 @@ knows nothing of rollouts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 
 FLAG = "--eval-config"
+PROMPTS_FLAG = "--prompt-data"
 
 # field -> flags that supply it, the first one that is not None wins
 _FROM_ARGS: dict[str, tuple[str, ...]] = {
@@ -57,8 +59,8 @@ class HookSettings:
 
 
 @dataclass
-class EvalDatasetConfig(HookSettings):
-    """One evaluation data set; None means that nothing supplied a value."""
+class DatasetSettings:
+    """What a data set of prompts has, for training and for evaluation; None means that nothing supplied a value."""
 
     name: str
     path: str
@@ -71,19 +73,89 @@ class EvalDatasetConfig(HookSettings):
     multimodal_keys: dict[str, str] | None = None
     apply_chat_template: bool = False
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    n_samples_per_eval_prompt: int = 1
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     max_response_len: int | None = None
     stop: list[str] | None = None
     stop_token_ids: list[int] | None = None
     min_new_tokens: int | None = None
+    custom_generate_function_path: str | None = None
+    metadata_overrides: dict[str, Any] = field(default_factory=dict)
+
+    def inject_metadata(self, sample_metadata: dict[str, Any]) -> dict[str, Any]:
+        """A row's metadata with `rm_type` and `metadata_overrides` merged in."""
+        rm_type = {"rm_type": self.rm_type} if self.rm_type else {}
+        return {**sample_metadata, **rm_type, **self.metadata_overrides}
+
+    @property
+    def where(self) -> str:
+        """What it is called in a sentence."""
+        return f"evaluation data set {self.name}"
+
+    @property
+    def names_reward(self) -> bool:
+        """Every sample of it has an rm_type."""
+        return bool(self.rm_type or "rm_type" in self.metadata_overrides)
+
+
+@dataclass
+class PromptSource(DatasetSettings):
+    """One file of prompts.
+
+    Attributes:
+        weight: how often its prompts are drawn, beside the weights of the others; or rollout id -> weight, in a
+            straight line between two of them and the same behind the last.
+        system_prompt: first message of every prompt that has no system message.
+        max_prompt_len: tokens of a prompt, at most.
+        is_named: part of a mixture; its name is then `metadata["source_name"]` of its samples.
+    """
+
+    weight: float | dict[str, float] = 1.0
+    system_prompt: str | None = None
+    max_prompt_len: int | None = None
+    is_named: bool = True
+
+    @property
+    def where(self) -> str:
+        """What it is called in a sentence."""
+        return f"{PROMPTS_FLAG}, data set {self.name}" if self.is_named else PROMPTS_FLAG
+
+    def weight_at(self, rollout_id: int) -> float:
+        """How often its prompts are drawn in a rollout, beside the others."""
+        if not isinstance(self.weight, dict):
+            return self.weight
+        points = sorted((int(at), weight) for at, weight in self.weight.items())
+        for (begin, low), (end, high) in pairwise(points):
+            if begin <= rollout_id < end:
+                return low + (high - low) * (rollout_id - begin) / (end - begin)
+        return points[-1][1]
+
+    @property
+    def sampling_params(self) -> dict[str, Any]:
+        """What it changes of the run's sampling parameters."""
+        own = {
+            "max_new_tokens": self.max_response_len,
+            "min_new_tokens": self.min_new_tokens,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+        }
+        return {name: value for name, value in own.items() if value is not None}
+
+    def metadata_of(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """A row's metadata, with what the source adds."""
+        name = {"source_name": self.name} if self.is_named else {}
+        return {**self.inject_metadata(metadata), **name}
+
+
+@dataclass
+class EvalDatasetConfig(HookSettings, DatasetSettings):
+    """One evaluation data set."""
+
+    n_samples_per_eval_prompt: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
     repetition_penalty: float | None = None
     skip_special_tokens: bool = False
     no_stop_trim: bool = True
-    custom_generate_function_path: str | None = None
-    metadata_overrides: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.name or not self.path:
@@ -108,25 +180,22 @@ class EvalDatasetConfig(HookSettings):
         kinds = tuple(sorted((self.multimodal_keys or {}).items()))
         return (self.name, self.path, *keys, kinds, self.apply_chat_template, template)
 
-    def inject_metadata(self, sample_metadata: dict[str, Any]) -> dict[str, Any]:
-        """A row's metadata with `rm_type` and `metadata_overrides` merged in."""
-        rm_type = {"rm_type": self.rm_type} if self.rm_type else {}
-        return {**sample_metadata, **rm_type, **self.metadata_overrides}
-
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-# What a file may say of a field where its type allows more.
-_NARROWER: dict[str, Any] = {
+NARROWER: dict[str, Any] = {
+    "max_response_len": Annotated[int, Field(ge=1)],
+    "stop": Annotated[list[str] | None, BeforeValidator(_as_list)],
+    "min_new_tokens": Annotated[int, Field(ge=0)],
+}
+"""What a file may say of a field where its type allows more."""
+_NARROWER: dict[str, Any] = NARROWER | {
     "n_samples_per_eval_prompt": Annotated[int, Field(ge=1)],
     "temperature": Annotated[float, Field(ge=0)],
     "top_p": Annotated[float, Field(gt=0, le=1)],
     "top_k": Annotated[int, Field(ge=-1)],
-    "max_response_len": Annotated[int, Field(ge=1)],
-    "stop": Annotated[list[str] | None, BeforeValidator(_as_list)],
-    "min_new_tokens": Annotated[int, Field(ge=0)],
     "repetition_penalty": Annotated[float, Field(gt=0, le=2)],
     "min_eval_samples": Annotated[int, Field(ge=1)],
 }
@@ -140,16 +209,67 @@ def _model(name: str, kinds: Mapping[str, Any], /, **required: Any) -> type[Base
     return create_model(name, __config__=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False), **fields)
 
 
-_KINDS = {name: hint for name, hint in get_type_hints(EvalDatasetConfig).items() if name not in ("name", "path")}
-_SETTINGS = _KINDS | _NARROWER
-"""What `defaults` and every data set of a file may have."""
-_Defaults = _model("_Defaults", _SETTINGS)
-_Dataset = _model("_Dataset", _SETTINGS | {"name": _TEXT}, path=_TEXT)  # its name is its key, unless it says otherwise
-_NamedDataset = _model("_NamedDataset", _SETTINGS, name=_TEXT, path=_TEXT)
-_ListFile, _MappingFile = (
-    _model("_File", {"defaults": _Defaults}, datasets=Annotated[datasets, Field(min_length=1)])
-    for datasets in (list[_NamedDataset], dict[_TEXT, _Dataset])  # type: ignore[valid-type]
-)
+class FileForm:
+    """A file of data sets: `datasets` (a list with names, or a mapping from name to settings) and `defaults`.
+
+    Args:
+        settings: the dataclass of a data set.
+        narrower: field -> type, where a file may say less than the field allows.
+        leave_out: fields that no file has.
+    """
+
+    def __init__(
+        self, settings: type[DatasetSettings], narrower: Mapping[str, Any], *, leave_out: tuple[str, ...] = ()
+    ) -> None:
+        hints = get_type_hints(settings)
+        kinds = {key: hint for key, hint in hints.items() if key not in ("name", "path", *leave_out)} | dict(narrower)
+        defaults = _model("_Defaults", kinds)
+        named = _model("_NamedDataset", kinds, name=_TEXT, path=_TEXT)
+        keyed = _model(
+            "_Dataset", kinds | {"name": _TEXT}, path=_TEXT
+        )  # its name is its key, unless it says otherwise
+        self._list, self._mapping = (
+            _model("_File", {"defaults": defaults}, datasets=Annotated[datasets, Field(min_length=1)])
+            for datasets in (list[named], dict[_TEXT, keyed])  # type: ignore[valid-type]
+        )
+
+    def read(
+        self, located: LocatedYaml, at: tuple[str, ...] = ()
+    ) -> tuple[list[dict[str, Any]], dict[str, Any], list[tuple[str, ...]]]:
+        """(data sets, defaults, the place of each data set) of the part of a file at `at`, without what is null.
+
+        Raises:
+            UsageError: with one sentence and line per problem.
+        """
+        part = located.value["eval"] if at else located.value
+        if isinstance(part, dict) and isinstance(part.get("datasets"), dict):
+            file: Any = validate(self._mapping, located, at)
+            entries = [(key, {"name": key, **_given(entry)}) for key, entry in file.datasets.items()]
+        else:
+            file = validate(self._list, located, at)
+            entries = [(number, _given(entry)) for number, entry in enumerate(file.datasets)]
+        datasets, places = [entry for _, entry in entries], [(*at, "datasets", key) for key, _ in entries]
+        for number, (place, entry) in enumerate(zip(places, datasets, strict=True)):
+            if entry["name"] in [other["name"] for other in datasets[:number]]:
+                text = f"the name {entry['name']!r} is there twice; results are reported by it."
+                raise UsageError(located.sentence(place, text))
+        return datasets, _given(file.defaults) if file.defaults else {}, places
+
+
+def _given(settings: BaseModel) -> dict[str, Any]:
+    """What is set, as plain values."""
+    return settings.model_dump(exclude_none=True)
+
+
+_FORM = FileForm(EvalDatasetConfig, _NARROWER)
+
+
+def dataset_hooks(datasets: Iterable[DatasetSettings]) -> Iterator[tuple[str, str, str]]:
+    """(where it is given, attribute, path) of each hook of a data set."""
+    for dataset in datasets:
+        for name in ("custom_rm_path", "custom_generate_function_path"):
+            if path := vars(dataset)[name]:
+                yield f"{dataset.where}: {name}", name, path
 
 
 class EvalConfig(NamedTuple):
@@ -169,6 +289,12 @@ class EvalConfig(NamedTuple):
 def pick_from_args(args: Args, attrs: tuple[str, ...]) -> Any:
     """The value of the first of these flags that is not None; None when all are."""
     return next((value for value in (getattr(args, name) for name in attrs) if value is not None), None)
+
+
+def values_of_flags(args: Args, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """field -> the first of its flags that is given, where one is."""
+    values = {name: pick_from_args(args, attrs) for name, attrs in sources.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
@@ -205,8 +331,7 @@ def build_eval_dataset_configs(
         return []
     given = LocatedYaml("", "evaluation data sets", {"datasets": datasets, "defaults": dict(defaults or {})})
     checked = _checked(given, ())
-    flags = {name: pick_from_args(args, sources) for name, sources in _FROM_ARGS.items()}
-    from_flags = {name: value for name, value in flags.items() if value is not None}
+    from_flags = values_of_flags(args, _FROM_ARGS)
     return [EvalDatasetConfig(**{**from_flags, **checked.defaults, **entry}) for entry in checked.datasets]
 
 
@@ -227,29 +352,11 @@ def load_eval_config(path: str) -> EvalConfig:
 
 def _checked(located: LocatedYaml, at: tuple[str, ...]) -> EvalConfig:
     """The part of a file at `at`, checked and without what is null."""
-    part = located.value["eval"] if at else located.value
-    if isinstance(part, dict) and isinstance(part.get("datasets"), dict):
-        file: Any = validate(_MappingFile, located, at)
-        entries = [(key, {"name": key, **_given(entry)}) for key, entry in file.datasets.items()]
-    else:
-        file = validate(_ListFile, located, at)
-        entries = [(number, _given(entry)) for number, entry in enumerate(file.datasets)]
-    datasets = [entry for _, entry in entries]
-    defaults = _given(file.defaults) if file.defaults else {}
-    for number, (key, entry) in enumerate(entries):
-        if entry["name"] in [other["name"] for other in datasets[:number]]:
-            text = f"the name {entry['name']!r} is there twice; results are reported by it."
-            raise UsageError(located.sentence((*at, "datasets", key), text))
-    parts = [((*at, "defaults"), defaults), *(((*at, "datasets", key), entry) for key, entry in entries)]
+    datasets, defaults, places = _FORM.read(located, at)
     ignored = [
         f"{located.where((*where, key))}: {key}"
-        for where, settings in parts
+        for where, settings in [((*at, "defaults"), defaults), *zip(places, datasets, strict=True)]
         for key in get_type_hints(HookSettings)
         if settings.get(key) is not None
     ]
     return EvalConfig(datasets, defaults, ignored)
-
-
-def _given(settings: BaseModel) -> dict[str, Any]:
-    """What is set, as plain values."""
-    return settings.model_dump(exclude_none=True)

@@ -10,6 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from slime.config.prompt_sources import prompt_sources
 from slime.observability.rollout_records.recorder import SampleRecorder
 from slime.ray.rollout.manager import RolloutManager
 from slime.utils.eval_config import EvalDatasetConfig
@@ -50,7 +51,9 @@ class World:
     def args(self, letters: str = "bc", **changes: Any) -> Namespace:
         """Every flag that a rollout reads."""
         given = {"sglang_router_port": self.engine.port, "prompt_data": self.prompts("train", letters), **changes}
-        return Namespace(**{**vars(rollout_args()), **OF_MANAGER, **given})
+        args = Namespace(**{**vars(rollout_args()), **OF_MANAGER, **given})
+        args.prompt_sources = prompt_sources(args)
+        return args
 
     def manager(self, letters: str = "bc", **changes: Any) -> RolloutManager:
         """A manager as it is after `start`, for a trainer of one rank."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from slime.config.parse import FLAG_CLASSES
 from slime.config.parser import defaults_of
+from slime.config.prompt_sources import prompt_sources
 from slime.config.sglang.engine_flags import SglangFlags
 from slime.config.sglang.topology import plan_engines
 
@@ -43,4 +44,5 @@ def plan_args(**changes: Any) -> argparse.Namespace:
     defaults = {name: value for group in (*FLAG_CLASSES, SglangFlags) for name, value in defaults_of(group).items()}
     args = argparse.Namespace(**(defaults | DERIVED | CPU | DENSE | BATCH | changes))
     args.engine_models = plan_engines(args)
+    args.prompt_sources = prompt_sources(args)
     return args

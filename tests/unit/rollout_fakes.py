@@ -20,6 +20,7 @@ from aiohttp import web
 
 from slime.config.parse import FLAG_CLASSES
 from slime.config.parser import defaults_of
+from slime.config.prompt_sources import prompt_sources
 from slime.utils.async_utils import cancel_all
 
 A = ord("a")
@@ -180,7 +181,9 @@ def rollout_args(**changes: Any) -> Namespace:
     }
     unknown = changes.keys() - flags.keys()
     assert not unknown, f"no such flag: {unknown}"
-    return Namespace(**{**flags, **changes})
+    args = Namespace(**{**flags, **changes})
+    args.prompt_sources = prompt_sources(args)
+    return args
 
 
 async def reward_response_length(args: Namespace, sample: Any, **kwargs: Any) -> Any:

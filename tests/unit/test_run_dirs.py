@@ -14,7 +14,7 @@ from slime.config.parse import Checked
 from slime.config.problems import Problems
 from slime.config.rules.run_dirs import claim_run_dirs, line_to_go_on, move_earlier_runs
 from slime.processes import sweeper
-from slime.processes.directories import EarlierRun, earlier_run
+from slime.processes.directories import EarlierRun, earlier_run, is_claimed
 from slime.utils.errors import UsageError
 from tests.unit.argument_lines import Check, base, check, command_line, has
 
@@ -277,3 +277,7 @@ def test_the_line_that_goes_on_keeps_how_the_run_began() -> None:
     assert line_to_go_on([*line, "--resume=other"]) == [*line, "--load", "other", *on]
     weights_alone = ["--finetune", "--no-load-optim", "--no-load-rng"]
     assert line_to_go_on([*line, "--load", "x", "--resume", "never"]) == [*line, "--load", "x", *weights_alone, *on]
+
+
+def test_a_name_that_is_no_path_is_claimed_by_nobody():
+    assert not is_claimed("out\0put")

@@ -13,7 +13,12 @@ from slime.weights.transports import TRANSPORTS
 class DataFlags:
     """Data and batches."""
 
-    prompt_data: str | None = flag(None, "prompts: .jsonl or .parquet, optionally path@[a:b] for a slice")
+    prompt_data: str | list[str] | None = flag(
+        None,
+        "prompts: .jsonl or .parquet, optionally path@[a:b] for a slice; several files, or a YAML file with weights, "
+        "are a mixture",
+        nargs="+",
+    )
     input_key: str = flag("input", "field of a data row with the prompt or the list of messages")
     label_key: str | None = flag(None, "field with the label that the reward compares with")
     metadata_key: str = flag("metadata", "field copied to Sample.metadata")

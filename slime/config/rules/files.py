@@ -23,7 +23,8 @@ from slime.config.args import Args
 from slime.config.problems import Rule
 from slime.utils.data import check_data_file, parse_slice, read_file
 from slime.utils.errors import UsageError
-from slime.utils.misc import needed, try_to_load
+from slime.utils.eval_config import DatasetSettings
+from slime.utils.misc import try_to_load
 from slime.weights.transports import why_not_ours
 
 # os.path.isfile and its like say no to what cannot be a path (a name that is too long, a null byte); Path's raise.
@@ -124,36 +125,43 @@ def _why_no_checkpoint(path: str) -> str:
 
 
 def check_train_data(args: Args, *, reads_reward: bool) -> Iterator[str]:
-    """The prompt file can be read to its end, and names a reward where no flag does.
+    """Every prompt file can be read to its end, and names a reward where nothing else does.
 
     Args:
         reads_reward: rewards come from `rm_type` (see generation.uses_builtin_reward).
     """
-    if args.prompt_data is None or args.eval_only:
-        return
-    facts = _train_data(args)
-    yield from (f"--prompt-data: {message}" for message in facts.problems)
-    if facts.problems:
-        return
-    if reads_reward and not args.rm_type and not facts.first_row_names_reward:
-        yield "no reward is given: use --rm-type or --custom-rm-path (or metadata with an rm_type in every data row)."
+    for source in () if args.eval_only else args.prompt_sources:
+        facts = _facts_of(args, source)
+        yield from (f"{source.where}: {message}" for message in facts.problems)
+        names_reward = args.rm_type or source.names_reward or facts.first_row_names_reward
+        scores_itself = source.custom_rm_path or source.custom_generate_function_path or not reads_reward
+        if not (facts.problems or names_reward or scores_itself):
+            where = f"{source.where}: " if source.is_named else ""
+            rows = "(or metadata with an rm_type in every data row)"
+            yield f"{where}no reward is given: use --rm-type or --custom-rm-path {rows}."
+        if source.system_prompt and facts.first_prompt_is_text and not source.apply_chat_template:
+            yield (
+                f"{source.where}: system_prompt: a prompt that is a text has no place for it; set "
+                "apply_chat_template, or write message lists."
+            )
 
 
 def num_prompts(args: Args) -> int | None:
     """Prompts of an epoch; None where they cannot be counted without a tokenizer, or not at all."""
     is_ours = args.rollout_global_dataset and args.data_source_path.startswith("slime.rollout.data_source.")
-    may_drop_long_ones = args.rollout_max_prompt_len is not None and args.prompt_truncation == "drop"
-    if args.prompt_data is None or not is_ours or may_drop_long_ones:
+    sources = args.prompt_sources
+    may_drop_long_ones = any(one.max_prompt_len for one in sources) and args.prompt_truncation == "drop"
+    if not sources or not is_ours or may_drop_long_ones:
         return None
-    return _train_data(args).num_rows or None
+    return sum(_facts_of(args, one).num_rows for one in sources) or None
 
 
 SMALL_DATA_NOTE = Rule(
     lambda a: a.num_epoch and 0 < (num_prompts(a) or 0) < (a.rollout_batch_size or 0),
     lambda a: (
-        f"--prompt-data {a.prompt_data} has {num_prompts(a)} rows, fewer than --rollout-batch-size "
-        f"{a.rollout_batch_size}: a rollout takes prompts several times, and each of --num-epoch {a.num_epoch} is one "
-        "rollout."
+        f"--prompt-data {' '.join(one.path for one in a.prompt_sources)} has {num_prompts(a)} rows, fewer than "
+        f"--rollout-batch-size {a.rollout_batch_size}: a rollout takes prompts several times, and each of --num-epoch "
+        f"{a.num_epoch} is one rollout."
     ),
 )
 
@@ -165,16 +173,9 @@ def check_eval_data(args: Args, *, reads_reward: bool) -> Iterator[str]:
         reads_reward: rewards come from `rm_type` where a data set says nothing else.
     """
     for dataset in args.eval_datasets:
-        where, keys = f"evaluation data set {dataset.name}", (dataset.input_key, dataset.label_key)
-        facts = data_facts(
-            dataset.path,
-            *keys,
-            dataset.metadata_key,
-            multimodal_keys=dataset.multimodal_keys,
-            skip_malformed=args.skip_malformed_data,
-        )
+        where, facts = dataset.where, _facts_of(args, dataset)
         yield from (f"{where}: {message}" for message in facts.problems)
-        names_reward = args.rm_type or dataset.rm_type or "rm_type" in dataset.metadata_overrides
+        names_reward = args.rm_type or dataset.names_reward
         scores_itself = dataset.custom_rm_path or dataset.custom_generate_function_path or not reads_reward
         if not (facts.problems or names_reward or scores_itself or facts.first_row_names_reward):
             yield f"{where}: no reward is given: use --rm-type, --custom-rm-path, or rm_type in --eval-config."
@@ -188,12 +189,14 @@ class DataFacts:
         num_rows: rows (after the slice); 0 where there are problems.
         fields: of the first row.
         first_row_names_reward: its metadata has an rm_type.
+        first_prompt_is_text: it is no message list.
         problems: why the file cannot be used.
     """
 
     num_rows: int = 0
     fields: tuple[str, ...] = ()
     first_row_names_reward: bool = False
+    first_prompt_is_text: bool = False
     problems: tuple[str, ...] = ()
 
 
@@ -243,16 +246,16 @@ def _read_data(
         )
     except UsageError as error:
         return DataFacts(fields=fields, problems=tuple(error.messages))
-    return DataFacts(num_rows, fields, _names_reward(row.get(metadata_key)))
+    return DataFacts(num_rows, fields, _names_reward(row.get(metadata_key)), isinstance(row.get(prompt_key), str))
 
 
-def _train_data(args: Args) -> DataFacts:
+def _facts_of(args: Args, dataset: DatasetSettings) -> DataFacts:
     return data_facts(
-        needed(args.prompt_data),
-        args.input_key,
-        args.label_key,
-        args.metadata_key,
-        multimodal_keys=args.multimodal_keys,
+        dataset.path,
+        dataset.input_key,
+        dataset.label_key,
+        dataset.metadata_key,
+        multimodal_keys=dataset.multimodal_keys,
         skip_malformed=args.skip_malformed_data,
     )
 
@@ -267,7 +270,7 @@ def _names_reward(metadata: Any) -> bool:
 
 def fields_text(args: Args) -> str:
     """Which fields the prompt file has, for a sentence about a missing one."""
-    fields = _train_data(args).fields if args.prompt_data else ()
+    fields = _facts_of(args, args.prompt_sources[0]).fields if args.prompt_sources else ()
     return f"the fields are {', '.join(fields)}" if fields else "the data file cannot be read"
 
 

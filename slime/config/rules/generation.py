@@ -63,13 +63,14 @@ def check_rewards(args: Args, *, known: Table[Any], needs_label: Callable[[str],
     """
     builtin = uses_builtin_reward(args)
     yield from check_rm_type(args, args.rm_type, "--rm-type", known=known)
-    # With a teacher the rewards may be all the same: what is learned is its log-probs.
-    is_compared = builtin and args.prompt_data and not args.use_opd
-    if is_compared and args.rm_type and args.label_key is None and needs_label(args.rm_type):
-        yield f"--rm-type {args.rm_type} compares with a label: name its field with --label-key ({fields})."
-    for dataset in args.eval_datasets:
-        where = f"evaluation data set {dataset.name}"
+    for dataset in (*args.prompt_sources, *args.eval_datasets):
+        where, is_trained = dataset.where, dataset in args.prompt_sources
         yield from check_rm_type(args, dataset.rm_type, f"{where}: rm_type", known=known)
+        if is_trained and args.group_rm and dataset.custom_rm_path:
+            yield (
+                f"{where}: custom_rm_path {dataset.custom_rm_path}: --group-rm has whole groups scored by "
+                "--custom-rm-path; leave one of them out."
+            )
         if dataset.rm_type and args.custom_rm_path and not dataset.custom_rm_path:
             yield NoEffect(
                 f"{where}: rm_type {dataset.rm_type}",
@@ -77,10 +78,14 @@ def check_rewards(args: Args, *, known: Table[Any], needs_label: Callable[[str],
                 "give the data set a custom_rm_path",
             )
         grader = None if dataset.custom_rm_path or not builtin else dataset.rm_type or args.rm_type
-        if grader and dataset.label_key is None and needs_label(grader):
-            yield (
-                f"{where}: rm_type {grader} compares with a label: name its field with --eval-label-key or label_key."
-            )
+        # With a teacher the rewards may be all the same: what is learned is its log-probs.
+        is_compared = dataset.label_key is None and not (is_trained and args.use_opd)
+        if grader and is_compared and needs_label(grader):
+            if is_trained and not dataset.rm_type:
+                yield f"--rm-type {grader} compares with a label: name its field with --label-key ({fields})."
+            else:
+                key = "label_key" if is_trained else "--eval-label-key or label_key"
+                yield f"{where}: rm_type {grader} compares with a label: name its field with {key}."
 
 
 # What a built-in reward cannot do without: attribute, and what its flag names.

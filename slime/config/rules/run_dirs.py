@@ -46,6 +46,7 @@ _OUTPUTS = frozenset(
 # Attributes that are made of a flag of another name.
 _FLAGS = {
     "eval_datasets": "--eval-prompt-data",
+    "prompt_sources": "--prompt-data",
     "engine_models": "--sglang-config",
     "megatron_role_values": ROLES_FLAG,
     "tokenizer_model": "--hf-checkpoint",
@@ -202,7 +203,7 @@ def _inputs(values: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
         if name in _OUTPUTS:
             continue
         flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
-        if name == "eval_datasets":
+        if name in ("eval_datasets", "prompt_sources"):
             value = [dataset.path for dataset in value]
         elif name == "engine_models":
             value = [model.model_path for model in value]

@@ -26,6 +26,7 @@ from slime.rollout.base_types import call_rollout_fn, flatten
 from slime.rollout.hooks.errors import blame_hook, hook_name
 from slime.rollout.hooks.returns import check_train_data, check_trainable
 from slime.rollout.hooks.sample_errors import check_distinct
+from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sampling.weight_versions import WeightClock, staleness, staleness_metrics
 from slime.rollout.train_data import (
     filter_train_data,
@@ -77,6 +78,7 @@ def make_samples(args: Args, rollout_id: int, generate: Callable[..., Any], data
         samples = load_samples(template.format(rollout_id=rollout_id), option="--load-debug-rollout-data")
         samples, metrics = subsample(samples, args.load_debug_rollout_data_subsample), None
     else:
+        set_current_rollout_id(rollout_id)  # the data source may draw other prompts in each rollout
         output = call_rollout_fn(generate, hook_args(args), rollout_id, data_source, evaluation=False)
         samples, metrics = flatten(output.samples), output.metrics
     return Generated(rollout_id, samples, metrics or {}, time.monotonic() - start, begun)

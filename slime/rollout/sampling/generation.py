@@ -17,6 +17,7 @@ from typing import Any
 
 from slime.algorithms.estimators import ESTIMATORS, GREEDY_REWARD
 from slime.config.args import Args
+from slime.config.prompt_sources import params_of
 from slime.observability.trace_utils import (
     bind_trace,
     build_sglang_meta_trace_attrs,
@@ -153,8 +154,8 @@ class GenerateState(metaclass=SingletonMeta):
     def submit_generate_tasks(self, samples: list[Group]) -> None:
         """Start one task per group; each group is kept as it was, to be returned if its result is not used."""
         for group in samples:
-            untouched = [sample.snapshot() for sample in group]
-            task = asyncio.create_task(generate_and_rm_group(self.args, group, dict(self.sampling_params)))
+            untouched, params = [one.snapshot() for one in group], params_of(self.args, self.sampling_params, group)
+            task = asyncio.create_task(generate_and_rm_group(self.args, group, params))
             self.pendings[task] = untouched
             task.add_done_callback(self.finished.put_nowait)
         self.remaining_batch_size += len(samples)
