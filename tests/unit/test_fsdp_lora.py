@@ -88,6 +88,31 @@ def _gradients(args: Any) -> None:
         assert (ours - peft).norm() <= 1e-5 * peft.norm(), name
 
 
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_what_the_trainer_answers_with_and_without_adapters_leaves_it_as_it_was(hf: Path, backend: str) -> None:
+    """A lone rank of FSDP2 keeps what it has gathered; that has to be with the adapters again."""
+    run_world(1, _asked, trainer_args(hf, MEGATRON, train_backend=backend, lr=1e-2, **LORA))
+
+
+def _asked(args: Any) -> None:
+    from unittest import mock
+
+    from slime.backends.fsdp_utils.actor import FsdpTrainActor
+    from slime.backends.megatron_utils import initialize
+    from slime.backends.megatron_utils.actor import MegatronTrainActor
+
+    make = FsdpTrainActor if args.train_backend == "fsdp" else MegatronTrainActor
+    actor = make(args, rank=0, world_size=1, master_addr="", master_port=0)
+    with mock.patch.object(initialize, "init"):  # run_world has done it
+        actor.init()
+    for name, tensor in actor.backend.named_weights():
+        if ".lora_B" in name:
+            tensor.data.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+    (live, base), again = actor.backend._answers(range(1, 17)), actor.backend._answers(range(1, 17))
+    assert again == (live, base)
+    assert torch.tensor(live).sub(torch.tensor(base)).abs().max() > 1e-2
+
+
 def test_what_is_saved_is_what_peft_loads_and_what_a_run_resumes_from(hf: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

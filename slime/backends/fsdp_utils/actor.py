@@ -235,6 +235,11 @@ class FsdpBackend(MegatronBackend):
             updater=self.updater,
         )
 
+    def _answers(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
+        found = super()._answers(tokens)
+        named_parameters(self.state.policy)  # what is gathered is without adapters, and would stay so
+        return found
+
     # ---- checkpoints and copies
 
     def begin_save(
