@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from slime.plugins import Table
+from slime.utils.eval_config import source_of
 from slime.utils.misc import needed, try_to_load
 from slime.utils.types import Sample
 
@@ -212,17 +213,21 @@ def overlong_penalty(length: int, *, max_length: int, buffer_length: int, factor
 
 
 def overlong_penalties(args: Args, samples: Sequence[Sample]) -> list[float]:
-    """Return what is added to each reward (`overlong_penalty`); zeros without --overlong-buffer-len."""
+    """Return what is added to each reward (`overlong_penalty`); zeros without --overlong-buffer-len.
+
+    The limit is that of a sample's data set, where a mixture gives it one of its own.
+    """
     if args.overlong_buffer_len is None:
         return [0.0] * len(samples)
+    sources = [source_of(args, sample) for sample in samples]
     return [
         overlong_penalty(
             sample.response_length,
-            max_length=needed(args.rollout_max_response_len),
+            max_length=needed((source and source.max_response_len) or args.rollout_max_response_len),
             buffer_length=args.overlong_buffer_len,
             factor=args.overlong_penalty_factor,
         )
-        for sample in samples
+        for sample, source in zip(samples, sources, strict=True)
     ]
 
 

@@ -6,21 +6,22 @@ One file is what `--prompt-data` and the flags say. Several files, or a YAML fil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
 from slime.utils.errors import UsageError
-from slime.utils.eval_config import NARROWER, PROMPTS_FLAG, FileForm, PromptSource, values_of_flags
+from slime.utils.eval_config import NARROWER, PROMPTS_FLAG, FileForm, PromptSource, source_of, values_of_flags
 from slime.utils.files.yaml_config import load_yaml
 
 if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.utils.types import Sample
 
-_SUFFIXES = (".yaml", ".yml")
+SUFFIXES = (".yaml", ".yml")
+_MOST = 1e12  # a weight; their sum has to be a number, too
 _SAME = ("input_key", "label_key", "tool_key", "metadata_key", "multimodal_keys", "apply_chat_template")
 _FROM_ARGS = {name: (name,) for name in (*_SAME, "apply_chat_template_kwargs")}
 _FROM_ARGS["max_prompt_len"] = ("rollout_max_prompt_len",)
@@ -35,6 +36,8 @@ def _weight(value: Any) -> Any:
     numbers = list(value.values()) if isinstance(value, dict) else [value]
     if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
         raise ValueError("a weight is a number, or a mapping from rollout ids to numbers")
+    if not all(number <= _MOST for number in numbers):
+        raise ValueError(f"a weight is at most {_MOST:g}")
     if not isinstance(value, dict):
         if value <= 0:
             raise ValueError(f"a weight must be more than 0, not {value}; leave the data set out")
@@ -71,7 +74,7 @@ def prompt_sources(args: Args) -> list[PromptSource]:
     """
     paths = [args.prompt_data] if isinstance(args.prompt_data, str) else list(args.prompt_data or [])
     from_flags = values_of_flags(args, _FROM_ARGS)
-    if not any(path.endswith(_SUFFIXES) for path in paths):
+    if not any(path.endswith(SUFFIXES) for path in paths):
         return [
             PromptSource(**from_flags, name=name, path=path, is_named=len(paths) > 1) for name, path in _named(paths)
         ]
@@ -87,9 +90,49 @@ def prompt_sources(args: Args) -> list[PromptSource]:
 
 def params_of(args: Args, params: dict[str, Any], group: Sequence[Sample]) -> dict[str, Any]:
     """SGLang's sampling parameters for a group: the run's, and what the group's data set changes of them."""
-    name = group[0].metadata.get("source_name") if group else None
-    sources = getattr(args, "prompt_sources", ())  # args that a user made by hand have none
-    return {**params, **next((one.sampling_params for one in sources if one.name == name), {})}
+    source = source_of(args, group[0]) if group else None
+    return {**params, **(source.sampling_params if source else {})}
+
+
+def source_problems(args: Args) -> Iterator[str]:
+    """A sentence for each limit of a data set that does not fit the run's flags, and for images of one alone."""
+    named = [source for source in vars(args).get("prompt_sources", ()) if source.is_named]
+    if named and args.rollout_buffer_url:
+        yield f"{PROMPTS_FLAG}: the generator of --rollout-buffer-url reads one file, and no mixture; name one."
+    for source in named:
+        yield from _limit_problems(args, source)
+        yield from _image_problems(args, source)
+
+
+def _limit_problems(args: Args, source: PromptSource) -> Iterator[str]:
+    longest = source.max_response_len or args.rollout_max_response_len
+    fewest = args.rollout_min_new_tokens if source.min_new_tokens is None else source.min_new_tokens
+    context, buffer = args.rollout_max_context_len, args.overlong_buffer_len
+    if longest is not None and fewest > longest:
+        yield f"{source.where}: its min_new_tokens, {fewest}, is more than its max_response_len, {longest}; lower it."
+    if buffer is not None and (longest is None or buffer > longest):
+        yield (
+            f"{source.where}: --overlong-buffer-len {buffer} is longer than its max_response_len, {longest}; lower "
+            "the one, or raise the other."
+        )
+    if context is not None and source.max_prompt_len is not None and source.max_prompt_len > context - 1:
+        yield (
+            f"{source.where}: max_prompt_len {source.max_prompt_len} leaves no room for a response in "
+            f"--rollout-max-context-len {context}; lower it."
+        )
+
+
+def _image_problems(args: Args, source: PromptSource) -> Iterator[str]:
+    if not source.multimodal_keys:
+        return
+    if not args.multimodal_keys:
+        yield (
+            f"{source.where}: multimodal_keys: the trainer builds a model that sees images with --multimodal-keys "
+            "alone; give it, too (data sets without images may have it)."
+        )
+    elif others := [kind for kind in source.multimodal_keys if kind not in args.multimodal_keys]:
+        kinds = ", ".join(others)
+        yield f"{source.where}: multimodal_keys: {kinds} is not in --multimodal-keys; add it, or leave it out."
 
 
 def _named(paths: Sequence[str]) -> list[tuple[str, str]]:

@@ -21,7 +21,6 @@ from slime.observability.metric_utils import (
     dict_add_prefix,
     has_repetition,
 )
-from slime.utils.data import get_source
 from slime.utils.misc import is_finite_number
 from slime.utils.types import Sample
 
@@ -122,10 +121,10 @@ def of_sources(args: Args, samples: Sequence[Sample]) -> dict[str, float]:
     """For each data set of a mixture: its share of the samples, mean reward, truncation, length, and the share of its
     groups whose rewards are all the same.
     """
-    names = {get_source(sample) for sample in samples} - {"unknown"}
     metrics: dict[str, float] = {}
-    for name in sorted(names):
-        own = [sample for sample in samples if get_source(sample) == name]
+    for name in (source.name for source in vars(args).get("prompt_sources") or () if source.is_named):
+        if not (own := [sample for sample in samples if sample.metadata.get("source_name") == name]):
+            continue
         scored = [s for s in own if s.reward is not None and is_finite_number(s.get_reward_value(args))]
         found = {
             "share": len(own) / len(samples),

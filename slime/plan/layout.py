@@ -288,11 +288,15 @@ def lengths_of(args: Args, facts: DataFacts | None) -> Lengths:
     """Expected and longest tokens; a context limit bounds both together."""
     facts = facts or DataFacts(0)
     is_whole = facts.max_prompt is not None and facts.num_measured == facts.num_rows
-    limit = args.rollout_max_prompt_len
+    sources = args.prompt_sources
+    limits = [one.max_prompt_len for one in sources if one.max_prompt_len]
+    limit = max(limits) if limits and len(limits) == len(sources) else args.rollout_max_prompt_len
+    longest = max((one.max_response_len or args.rollout_max_response_len or 0 for one in sources), default=0)
+    longest = longest or args.rollout_max_response_len or 0
     max_prompt = (None if limit and not is_whole else facts.max_prompt) or limit or DEFAULT_PROMPT
     max_prompt = min(max_prompt, limit or max_prompt)
     context = args.rollout_max_context_len
-    max_response = args.rollout_max_response_len or (context - 1 if context else DEFAULT_RESPONSE)
+    max_response = longest or (context - 1 if context else DEFAULT_RESPONSE)
     is_demonstration = args.loss_type == "sft_loss"
     if is_demonstration and args.rollout_max_response_len is None:
         max_response = 0  # the whole conversation is the prompt

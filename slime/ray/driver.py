@@ -321,7 +321,7 @@ def hook_reports(args: Args) -> Iterator[HookReport]:
         for path in value if isinstance(value, list) else [value]:
             if path and not (attribute == "eval_function_path" and path in (own, args.rollout_function_path)):
                 yield hook_report("--" + attribute.replace("_", "-"), path, protocol)
-    for dataset in args.eval_datasets:
+    for dataset in (*args.prompt_sources, *args.eval_datasets):
         for name in ("custom_rm_path", "custom_generate_function_path"):
             if path := vars(dataset)[name]:
                 yield hook_report(f"{name} of {dataset.name}", path, HOOKS[name])

@@ -149,14 +149,27 @@ class RolloutDataSource(DataSource):
                 "the data source's state was saved with %d prompts, but --prompt-data %s has %d now",
                 *(state["num_prompts"], self.args.prompt_data, len(self)),
             )
-        self.sample_offset = state["sample_offset"]
-        self.epoch_id = state["epoch_id"]
+        place = self._place_in(state)
+        self.sample_offset = place["sample_offset"]
+        self.epoch_id = place["epoch_id"]
         self.sample_group_index = state["sample_group_index"]
         self.sample_index = state["sample_index"]
         self.metadata = dict(state["metadata"])
         if isinstance(self.dataset, Mixture):
             self.dataset.load_state_dict(state.get("sources", {}))
         self._order_epoch()
+
+    def _place_in(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The place in one file, also where a mixture was saved: the file's own, or its beginning."""
+        if "sources" not in state or not isinstance(self.dataset, Dataset):
+            return state
+        if self.dataset.name not in state["sources"]:
+            logger.warning(
+                "the saved state is of the data sets %s: --prompt-data %s begins at its first prompt",
+                ", ".join(state["sources"]),
+                self.args.prompt_data,
+            )
+        return {"sample_offset": 0, "epoch_id": 0} | state["sources"].get(self.dataset.name, {})
 
     def save(self, rollout_id: int) -> None:
         """Write the state, as it is now, as that after this rollout under --save; complete or not at all.
@@ -336,7 +349,8 @@ class PolicyDataSource(DataSource):
         """As of one policy; its state holds the places of all."""
         first = next(iter(self.sources.values()))
         first.metadata.pop(_POLICIES, None)
-        first.metadata[_POLICIES] = {name: source.state_dict() for name, source in self.sources.items()}
+        trained = {"trained_at": WeightClock().trained_at(rollout_id)}
+        first.metadata[_POLICIES] = {name: source.state_dict() | trained for name, source in self.sources.items()}
         first.save(rollout_id)
 
     def load(self, rollout_id: int | None = None) -> None:

@@ -119,6 +119,7 @@ class Dataset:
         source: PromptSource | None = None,
     ) -> None:
         self._keep_messages, self._source = keep_messages, source
+        self.name = source.name if source else ""
         self._images = images or ImageOptions()
         self._template_kwargs = apply_chat_template_kwargs or {}
         self._apply_template, self._tokenizer, self._processor = apply_chat_template, tokenizer, processor

@@ -18,6 +18,7 @@ from slime.utils.files.yaml_config import LocatedYaml, load_yaml, validate
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.utils.types import Sample
 
 
 FLAG = "--eval-config"
@@ -143,6 +144,13 @@ class PromptSource(DatasetSettings):
         """A row's metadata, with what the source adds."""
         name = {"source_name": self.name} if self.is_named else {}
         return {**self.inject_metadata(metadata), **name}
+
+
+def source_of(args: Args, sample: Sample) -> PromptSource | None:
+    """The data set of a mixture that a sample's prompt is of; None without a mixture."""
+    name = sample.metadata.get("source_name")
+    sources = vars(args).get("prompt_sources") or ()  # args that a user made by hand have none
+    return next((one for one in sources if one.is_named and one.name == name), None)
 
 
 @dataclass

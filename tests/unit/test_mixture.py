@@ -7,15 +7,20 @@ from collections import Counter
 
 import pytest
 
+from slime.algorithms.estimators import overlong_penalties
 from slime.config.prompt_sources import params_of, prompt_sources
 from slime.observability.rollout_metrics import compute_metrics_from_samples
+from slime.plan.layout import lengths_of
 from slime.rollout import data_source
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sampling import generation
 from slime.utils.errors import UsageError
+from tests.unit.argument_lines import check, command_line
+from tests.unit.plan_fakes import plan_args
 from tests.unit.rollout_fakes import LetterTokenizer, rollout_args
 
+__all__ = ["check", "command_line"]
 YAML = """
 defaults: {label_key: label}
 datasets:
@@ -96,6 +101,87 @@ def test_a_data_set_that_is_new_begins_at_its_first_prompt_with_a_warning(make, 
     assert next(prompt for prompt in prompts if prompt not in "xyz") == "g"
 
 
+def test_a_run_of_one_file_goes_on_at_its_place_in_a_mixture(make, tmp_path, caplog):
+    mixed = make(save=str(tmp_path / "ckpt"))
+    drawn(mixed, 8)  # 6 of many, 2 of few
+    mixed.save(0)
+    for file, expected in (("few", "zxy"), ("many", "gha")):
+        one = RolloutDataSourceWithBuffer(
+            rollout_args(
+                prompt_data=str(tmp_path / f"{file}.jsonl"), n_samples_per_prompt=1, load=str(tmp_path / "ckpt")
+            )
+        )
+        one.load(0)
+        assert drawn(one, 3) == list(expected)
+    (tmp_path / "other.jsonl").write_text((tmp_path / "few.jsonl").read_text())
+    caplog.clear()
+    other = rollout_args(
+        prompt_data=str(tmp_path / "other.jsonl"), n_samples_per_prompt=1, load=str(tmp_path / "ckpt")
+    )
+    new = RolloutDataSourceWithBuffer(other)
+    new.load(0)
+    assert drawn(new, 2) == ["x", "y"] and "begins at its first prompt" in caplog.text
+
+
+def test_a_penalty_for_length_grows_before_the_limit_of_the_data_set(make):
+    source = make(overlong_buffer_len=4)
+    samples = [group[0] for group in source.get_samples(4)]
+    for sample in samples:
+        sample.response_length = 5
+    # many ends at 7, and 5 is 2 of 4 tokens into the buffer; few ends where the run does, at 20
+    expected = [-0.5 if sample.metadata["source_name"] == "many" else 0 for sample in samples]
+    assert expected.count(-0.5) == 3 and overlong_penalties(source.args, samples) == expected
+
+
+def test_a_plan_counts_the_longest_of_all_data_sets(make, tmp_path):
+    text = YAML.replace("weight: 1", "weight: 1\n    max_response_len: 900").replace(
+        "weight: 3", "weight: 3, max_prompt_len: 30"
+    )
+    args = make(text).args
+    planned = plan_args(prompt_data=args.prompt_data, rollout_max_prompt_len=50, rollout_max_response_len=400)
+    lengths = lengths_of(planned, None)
+    assert (lengths.max_prompt, lengths.max_response) == (50, 900)
+
+
+@pytest.mark.parametrize(
+    ("entry", "flags", "told"),
+    [
+        (
+            "max_response_len: 8",
+            "--rollout-max-response-len 20 --overlong-buffer-len 9",
+            "its max_response_len, 8; lower",
+        ),
+        (
+            "min_new_tokens: 30",
+            "--rollout-max-response-len 20",
+            "its min_new_tokens, 30, is more than its max_response_len, 20",
+        ),
+        ("max_prompt_len: 32", "--rollout-max-context-len 32", "max_prompt_len 32 leaves no room for a response"),
+        ("weight: 2", "--rollout-buffer-url http://host:8889", "--rollout-buffer-url reads one file"),
+        ("multimodal_keys: {image: images}", "", "builds a model that sees images with --multimodal-keys alone"),
+    ],
+)
+def test_limits_and_images_that_do_not_fit_the_run_are_refused(check, tmp_path, entry, flags, told):
+    (tmp_path / "mix.yaml").write_text(f"datasets:\n  one:\n    path: data.jsonl\n    {entry}\n")
+    problems = check(f"--prompt-data mix.yaml {flags}").problems.all()
+    assert any(told in problem and "--prompt-data" in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("entry", "flags"),
+    [
+        ("max_prompt_len: 32", "--prompt-truncation left"),
+        ("max_response_len: 32", "--overlong-buffer-len 4"),
+        ("custom_generate_function_path: slime.rollout.multi_turn.generate", "--max-turns 3"),
+        ("custom_generate_function_path: slime.rollout.multi_turn.generate", "--agent-gateway-port 7000"),
+    ],
+)
+def test_what_a_data_set_gives_is_enough_for_flags_that_need_it(check, tmp_path, entry, flags):
+    (tmp_path / "mix.yaml").write_text(f"datasets:\n  one:\n    path: data.jsonl\n    {entry}\n")
+    problems = check(f"--prompt-data mix.yaml {flags}").problems.all()
+    assert not any("has no effect" in problem for problem in problems), problems
+
+
 def test_a_schedule_moves_the_weights_in_a_straight_line(make):
     source = make(YAML.replace("weight: 1", "weight: {0: 0, 10: 3}"))
     assert not set(drawn(source, 50)) & set("xyz")
@@ -112,11 +198,13 @@ def test_a_system_prompt_stands_before_messages_without_one(make):
 
 
 def test_metrics_tell_the_data_sets_apart(make):
-    samples = [group[0] for group in make().get_samples(8)]
+    source = make()
+    samples = [group[0] for group in source.get_samples(8)]
     for number, sample in enumerate(samples):
         sample.group_index, sample.reward = number // 2, float(sample.metadata["source_name"] == "few")
         sample.response_length = 4
-    metrics = compute_metrics_from_samples(rollout_args(), samples)
+    assert not any("source/" in name for name in compute_metrics_from_samples(rollout_args(), samples))
+    metrics = compute_metrics_from_samples(source.args, samples)
     assert metrics["source/few/share"] == 0.25 and metrics["source/many/share"] == 0.75
     assert metrics["source/few/reward"] == 1 and metrics["source/many/reward"] == 0
     assert metrics["source/many/response_len"] == 4 and metrics["source/many/zero_std_fraction"] == 1
@@ -126,6 +214,9 @@ def test_metrics_tell_the_data_sets_apart(make):
     ("change", "sentence"),
     [
         (("weight: 3", "weight: 0"), "a weight must be more than 0, not 0; leave the data set out"),
+        (("weight: 3", "weight: .inf"), "a weight is at most 1e+12"),
+        (("weight: 3", "weight: .nan"), "a weight is at most 1e+12"),
+        (("weight: 3", "weight: {0: 1, 5: .nan}"), "a weight is at most 1e+12"),
         (("weight: 3", "weight: heavy"), "a weight is a number, or a mapping from rollout ids to numbers"),
         (("weight: 3", "weight: {5: 1}"), "begins at rollout 0"),
         (("weight: 3", "weight: {0: -1, 5: 1}"), "the weights of a schedule are 0 or more"),

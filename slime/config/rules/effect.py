@@ -177,10 +177,11 @@ def _is_any_met(args: Args, needs: Iterable[str]) -> bool:
 
 
 def _said(args: Args, need: str) -> Any:
-    """The value of a flag, or ("flag.fact") what the row says that it names."""
+    """The value of a flag, or of a data set that has its own; or ("flag.fact") what the row says that it names."""
     name, _, fact = need.partition(".")
     value = vars(args)[name]
-    return getattr(_TABLES[name][value], fact) if fact else value
+    of_sets = (vars(one).get(name.removeprefix("rollout_")) for one in vars(args).get("prompt_sources", ()))
+    return getattr(_TABLES[name][value], fact) if fact else value or any(of_sets)
 
 
 def _text_of(need: str) -> str:

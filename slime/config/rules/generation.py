@@ -13,6 +13,7 @@ from typing import Any
 from slime.config.args import Args
 from slime.config.derive import FULLY_ASYNC_ROLLOUT
 from slime.config.problems import Check, NoEffect, Rule, WithoutEffect, each, first_of, for_each, plain_option, where
+from slime.config.prompt_sources import source_problems
 from slime.plugins import OWN_TRACKERS, TRACKER_PACKAGES, TRACKERS, Table, problem_of_tracker
 from slime.utils.errors import did_you_mean
 from slime.utils.misc import try_to_load
@@ -38,7 +39,8 @@ def _completes_prompts(args: Args) -> bool:
 
 def _writes_one_turn(args: Args) -> bool:
     """Whether the default generate function alone completes samples."""
-    generates = [args.custom_generate_function_path, *(d.custom_generate_function_path for d in args.eval_datasets)]
+    sets = (*args.prompt_sources, *args.eval_datasets)
+    generates = [args.custom_generate_function_path, *(one.custom_generate_function_path for one in sets)]
     return not any(generates) and args.data_source_path.startswith("slime.")
 
 
@@ -376,6 +378,7 @@ GENERATION_CHECKS: tuple[Check, ...] = (
         "none; use slime.rollout.data_source.RolloutDataSourceWithBuffer.",
     ),
     *MULTIMODAL,
+    lambda args, *_: source_problems(args),
     Rule(
         lambda a: a.rollout_function_path == FORGE_ROLLOUT and a.load_forge_rollout_data is None,
         f"--rollout-function-path {FORGE_ROLLOUT} needs --load-forge-rollout-data, the samples that it replays.",

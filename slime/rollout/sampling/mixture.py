@@ -1,7 +1,8 @@
 """Draws prompts from several data sets, each as often as its weight says.
 
 The order is no draw of lots: every prompt comes from the data set that is furthest behind its share, so that any
-stretch of a run has the shares that were asked for, to one prompt. Each data set goes on epoch after epoch by itself.
+stretch of a run has the shares that were asked for, to a prompt or two. Each data set goes on epoch after epoch by
+itself.
 """
 
 from __future__ import annotations
