@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from slime.config.args import Args
 from slime.config.problems import Check, Problems, Rule, broken, for_each, plain_option, read_file
-from slime.config.prompt_sources import prompt_sources
+from slime.config.prompt_sources import SUFFIXES, prompt_sources
 from slime.config.rules import files, generation
 from slime.utils.errors import UsageError
 from slime.utils.files.yaml_config import load_yaml, validate
@@ -100,7 +100,7 @@ def policy_values(args: Args, problems: Problems) -> dict[str, Any]:
     values: dict[str, Any] = {"policies": tuple(policies)}
     if policies and args.data_source_path == USUAL_DATA_SOURCE:
         values["data_source_path"] = DATA_SOURCE
-    if policies and args.prompt_data is None:
+    if policies and args.prompt_data is None and all(policy.data for policy in policies):
         values["prompt_data"] = policies[0].data
     return values
 
@@ -175,6 +175,17 @@ def _wrong_entries(args: Args) -> Iterator[str]:
             )
         if policy.data is None and args.prompt_data is None:
             yield f"{where}: {policy.name} has no data, and there is no --prompt-data; name its prompt file."
+        if policy.data and policy.data.endswith(SUFFIXES):
+            yield (
+                f"{where}: {policy.name}: data {policy.data} is a mixture; give a policy one file, or all of them the "
+                "mixture as --prompt-data."
+            )
+        graders = [] if policy.data else [s for s in args.prompt_sources if s.names_reward or s.custom_rm_path]
+        if policy.reward and graders:
+            yield (
+                f"{where}: {policy.name}: reward {policy.reward} stands beside the reward of {graders[0].where}; "
+                "leave one of the two out."
+            )
         if policy.reward and args.custom_rm_path:
             yield (
                 f"{where}: {policy.name}: reward {policy.reward} stands beside --custom-rm-path "

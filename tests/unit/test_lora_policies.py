@@ -18,6 +18,7 @@ from slime.config.megatron.lora_plan import LoraPlan
 from slime.rollout.collector import Collector
 from slime.rollout.data_source import PolicyDataSource
 from slime.rollout.sampling.engine_request import engine_payload
+from slime.rollout.sampling.weight_versions import SyncSchedule, WeightClock
 from slime.utils.misc import needed
 from slime.utils.types import Sample
 from slime.weights.adapters import BASE, POLICY
@@ -49,7 +50,7 @@ def test_a_policy_has_the_flags_values_unless_its_entry_says_otherwise(check: Ch
     assert args.data_source_path == "slime.rollout.data_source.PolicyDataSource"
 
 
-WRONG = {
+WRONG: dict[str, tuple[list[dict[str, Any]], str, str]] = {
     "twice": ([{"name": "a"}, {"name": "a"}], "", "the name a is there 2 times"),
     "rank": ([{"name": "a", "rank": 16}], "", "a: rank 16 is over --lora-rank 8"),
     "key": ([{"name": "a", "ranc": 16}], "", "did you mean"),
@@ -66,6 +67,8 @@ WRONG = {
         "--eval-prompt-data held data.jsonl --eval-interval 1",
         "held does not say which policy",
     ),
+    "mixture": ([{"name": "a", "data": "mix.yaml"}], "", "a: data mix.yaml is a mixture"),
+    "graders": ([{"name": "a", "reward": "f1"}], "--prompt-data mix.yaml", "reward f1 stands beside the reward of"),
     "alone": ([{"name": "a"}], "--group-rm", "--group-rm does not go with --lora-policies"),
 }
 
@@ -73,9 +76,16 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_policies_do_not_go_with_is_refused(check: Check, tmp_path: Path, case: str) -> None:
     policies, flags, told = WRONG[case]
+    (tmp_path / "mix.yaml").write_text("datasets: {one: {path: data.jsonl, rm_type: math}}")
     write(tmp_path, *policies)
     problems = check(f"{LINE} {flags}").problems.all()
     assert any(told in problem for problem in problems), problems
+
+
+def test_a_policy_without_data_does_not_take_those_of_the_first(check: Check, tmp_path: Path) -> None:
+    write(tmp_path, {"name": "a", "data": "data.jsonl"}, {"name": "b"})
+    problems = check(LINE, without="--prompt-data").problems.all()
+    assert any("b has no data, and there is no --prompt-data" in problem for problem in problems), problems
 
 
 def test_policies_need_adapters_and_their_file(check: Check) -> None:
@@ -116,6 +126,21 @@ def test_a_resumed_run_goes_on_with_the_next_prompt_of_each_policy(source: Polic
     again.load(1)
     drawn = [[g[0].prompt for g in one.get_samples(2)] for one in (source, again)]
     assert drawn[0] == drawn[1] == ["a2", "b0", "a0", "b2"]
+
+
+def test_tokens_of_an_earlier_run_are_not_taken_for_new_ones(source: PolicyDataSource) -> None:
+    WeightClock.clear_instances()
+    WeightClock().follow(SyncSchedule(0, 9))
+    WeightClock().publish(5)
+    group = source.get_samples(1)[1]
+    group[0].weight_versions = ["4", "5"]
+    source.add_samples([group])
+    source.save(4)
+    WeightClock.clear_instances()  # another process, which has had no sync yet
+    again = PolicyDataSource(source._args)
+    again.load(4)
+    ((sample, *_),) = again.sources["b"].buffer
+    assert sample.weight_versions == ["-1", "0"], "rollout 4 was trained at version 5, which is 0 now"
 
 
 def test_a_batch_has_equally_many_groups_of_each_policy(source: PolicyDataSource) -> None:
