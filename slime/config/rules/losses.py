@@ -38,6 +38,7 @@ def _only_built_in_code(args: Args) -> bool:
         args.custom_convert_samples_to_train_data_path,
         args.custom_reward_post_process_path,
         args.load_debug_rollout_data,
+        *(one.custom_rm_path or one.custom_generate_function_path for one in vars(args).get("prompt_sources", ())),
     )
     places = (args.rollout_function_path, args.data_source_path)
     return not any(hooks) and all(path.startswith("slime.rollout.") for path in places)
