@@ -34,6 +34,7 @@ MOST_BYTES = 50 * 2**20
 """Of an image that is fetched."""
 _FETCH_S = 30.0
 _LONGEST_PATH = 4096
+_UNREADABLE = (OSError, ValueError, SyntaxError, RuntimeError)  # as PIL says that a file is broken
 
 
 def load_tokenizer(name_or_path: str, *, trust_remote_code: bool = False, **kwargs: Any) -> Any:
@@ -143,7 +144,9 @@ def num_image_tokens(prompt: list[dict[str, Any]], processor: Any, options: Imag
     sizes = _of_each_image(prompt, lambda part: _image_and_size(part, processor, options)[1])
     if not sizes:
         return 0
-    counts = processor._get_num_multimodal_tokens(image_sizes=[(height, width) for width, height in sizes])
+    counts, error = attempt(processor._get_num_multimodal_tokens, image_sizes=[size[::-1] for size in sizes])
+    if counts is None:
+        raise UsageError(f"the processor takes no images of {sizes} (width, height): {error}")
     return sum(counts["num_image_tokens"]) - len(sizes)
 
 
@@ -166,8 +169,10 @@ def _of_each_image(prompt: list[dict[str, Any]], read: Callable[[dict[str, Any]]
 
 def _scaled_image(part: dict[str, Any], processor: Any, options: ImageOptions) -> Any:
     image, size = _image_and_size(part, processor, options)
-    image = _rgb(image)
-    return image if size == image.size else image.resize(size)
+    upright = _rgb(image)
+    if upright.size != image.size:  # it lay on its side
+        size = size[::-1]
+    return upright if size == upright.size else upright.resize(size)
 
 
 def _image_and_size(part: dict[str, Any], processor: Any, options: ImageOptions) -> tuple[Any, tuple[int, int]]:
@@ -197,7 +202,7 @@ def _image_and_size(part: dict[str, Any], processor: Any, options: ImageOptions)
 
 def open_image(value: Any, *, allow_urls: bool = False) -> Any:
     """A PIL image (RGB) from what a data row may hold: a path, a data URI, base64, an http address, bytes, an image,
-    or a dict that holds one of these under "bytes", "path", "image" or "url".
+    or a dict that holds one of these under "bytes", "path", "image" or "url". It is upright, and opaque on white.
 
     Raises:
         UsageError: it is no image, it has more than `MOST_PIXELS`, the file is missing, or addresses are not fetched.
@@ -206,9 +211,19 @@ def open_image(value: Any, *, allow_urls: bool = False) -> Any:
 
 
 def _rgb(image: Any) -> Any:
+    from PIL import Image, ImageOps
+
+    if image.mode in ("I", "F"):
+        raise UsageError(f"an image of mode {image.mode} does not say which numbers are black and white; use 8 bits")
     try:
-        return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I;16"):  # PIL would cut every number above 255
+            return image.convert("I").point(lambda number: number / 257).convert("RGB")
+        if not image.has_transparency_data:
+            return image.convert("RGB")
+        image = image.convert("RGBA")  # PIL would show the colours of what is not to be seen, often black
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    except (*_UNREADABLE, Image.DecompressionBombError) as error:
         raise UsageError(f"an image could not be read: {str(error)[:200]}") from error
 
 
@@ -223,8 +238,10 @@ def _open(value: Any, *, allow_urls: bool) -> Any:
     shown = f"{len(value)} bytes" if isinstance(value, bytes) else repr(str(value)[:80])
     try:
         image = Image.open(_image_source(value, shown, allow_urls))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except (*_UNREADABLE, Image.DecompressionBombError) as error:
         raise UsageError(f"an image could not be read from {shown}: {str(error)[:200]}") from error
+    if image.format == "EPS":
+        raise UsageError(f"{shown} is a program (EPS), which is not run; save its picture as PNG")
     if image.width * image.height > MOST_PIXELS:
         raise UsageError(
             f"{shown} is too large: {image.width} x {image.height} pixels, and at most {MOST_PIXELS:,} are read"

@@ -401,6 +401,24 @@ def test_an_image_that_is_too_large_is_not_read(tmp_path):
         rows[0]
 
 
+def test_images_that_the_processor_does_not_take_are_named_with_their_row(tmp_path):
+    (tmp_path / "red.png").write_bytes(png("red"))
+    rows = rows_file(tmp_path, {"input": "<image>", "pictures": str(tmp_path / "red.png")})
+
+    class Strict(FakeProcessor):
+        def _get_num_multimodal_tokens(self, image_sizes):
+            raise ValueError(f"the aspect ratio of {image_sizes} is too large")
+
+    reason = r"rows.jsonl:1: the processor takes no images of \[\(4, 2\)\] .*the aspect ratio of \[\(2, 4\)\]"
+    with pytest.raises(UsageError, match=reason):
+        Dataset(
+            *(rows, PartsTokenizer(), Strict(), 7),
+            prompt_key="input",
+            multimodal_keys={"image": "pictures"},
+            apply_chat_template=True,
+        )
+
+
 def test_missing_files_of_images_are_found_before_a_run_starts(tmp_path):
     (tmp_path / "red.png").write_bytes(png("red"))
     row = {"input": "<image>", "pictures": str(tmp_path / "red.png")}
