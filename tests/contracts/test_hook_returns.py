@@ -53,7 +53,7 @@ OF_A_ROLLOUT = [
     (
         "rollout_function_path",
         "rollout_images",
-        " returned SAMPLE, number 0 of the rollout, with multimodal_train_inputs: images cannot be trained on yet",
+        " returned SAMPLE, number 0 of the rollout, with 0 images (multimodal_inputs), 0 image_spans and",
     ),
     ("rollout_function_path", "rollout_nan_reward", " returned 'nan' for SAMPLE; it must be a finite number"),
     ("custom_generate_function_path", "generate_error", " failed on SAMPLE: KeyError: 'search'"),

@@ -12,7 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from slime.rollout.hooks.sample_errors import sample_problem
+from slime.rollout.hooks.returns import HookReturnError, check_train_data
+from slime.rollout.hooks.sample_errors import sample_problem, train_problem
 from slime.rollout.sampling.attempts import fresh_copy
 from slime.rollout.sampling.images import (
     AnsweredImages,
@@ -167,7 +168,8 @@ def test_a_sample_whose_images_do_not_fit_its_tokens_is_refused(changes: dict[st
 def test_images_that_come_later_are_added_without_touching_those_of_other_samples() -> None:
     sample, other = a_sample(), a_sample()
     other.multimodal_inputs, other.multimodal_train_inputs = sample.multimodal_inputs, sample.multimodal_train_inputs
-    answered = AnsweredImages(SimpleNamespace(processor=Processor(), tokenizer=LetterTokenizer()), rollout_args())
+    state = SimpleNamespace(processor=Processor(), tokenizer=LetterTokenizer())
+    answered = AnsweredImages(state, rollout_args(multimodal_keys={"image": "none"}))
     parts = [{"type": "image", "image": picture(2)}, {"type": "text", "text": "see"}]
     assert asyncio.run(answered.read(parts)) == [{"type": "image"}, parts[1]]
     assert answered.num_more == 1, "two tokens in the place of one"
@@ -187,3 +189,39 @@ def test_images_that_come_later_are_added_without_touching_those_of_other_sample
     blind = AnsweredImages(SimpleNamespace(processor=None, tokenizer=LetterTokenizer()), rollout_args())
     with pytest.raises(UsageError, match="a tool answered with an image, and the model of --hf-checkpoint letters se"):
         asyncio.run(blind.read(parts))
+    with pytest.raises(
+        UsageError, match="a tool answered with an image; without --multimodal-keys a trainer sees not"
+    ):
+        asyncio.run(AnsweredImages(state, rollout_args()).read(parts))
+
+
+def test_images_are_not_trained_on_by_a_trainer_that_sees_none() -> None:
+    seeing = rollout_args(multimodal_keys={"image": "pictures"})
+    assert train_problem(seeing, a_sample()) is None
+    assert "images, of which a trainer sees nothing without --multimodal-keys" in (
+        train_problem(rollout_args(), a_sample()) or ""
+    )
+
+
+def test_a_converter_keeps_the_images_of_its_samples() -> None:
+    path = "my.mod.convert"
+    args = rollout_args(multimodal_keys={"image": "pictures"}, custom_convert_samples_to_train_data_path=path)
+    samples = [a_sample(), Sample(index=5, tokens=[1, 2], response_length=1, rollout_log_probs=[-1.0])]
+    columns = dict(samples_to_train_data(samples, [0.0] * 2, [0.0] * 2))
+    assert check_train_data(args, columns, samples)["image_spans"] == [[[1, 4]], []]
+
+    def refused(args: Any = args, **changes: Any) -> str:
+        kept = {name: value for name, value in {**columns, **changes}.items() if value is not ...}
+        with pytest.raises(HookReturnError) as error:
+            check_train_data(args, kept, samples)
+        return str(error.value)
+
+    both = {"image_spans": ..., "multimodal_train_inputs": ...}
+    assert "my.mod:convert returned no image_spans and no multimodal_train_inputs of samples with" in refused(**both)
+    assert "returned no image_spans of samples with images" in refused(image_spans=...)
+    assert "returned 1 image_spans for 2 samples" in refused(image_spans=[[[1, 4]]])
+    swapped = columns["image_spans"][::-1]
+    assert "returned sample 0 with 0 images" in refused(image_spans=swapped)
+    assert "where the tokens are not all of one image" in refused(image_spans=[[[0, 4]], []])
+    blind = rollout_args(custom_convert_samples_to_train_data_path=path)
+    assert "returned sample 0 with images, of which a trainer sees nothing" in refused(blind)

@@ -185,7 +185,7 @@ def _convert(args: Args, samples: list[Sample]) -> dict[str, Any]:
     if path := args.custom_convert_samples_to_train_data_path:
         with blame_hook(f"--custom-convert-samples-to-train-data-path {hook_name(path)}"):
             columns = load_function(path)(hook_args(args), samples)
-        return check_train_data(args, columns)
+        return check_train_data(args, columns, samples)
     raw_rewards, rewards = post_process_rewards(args, samples)
     if path := args.custom_reward_post_process_path:  # it may have put teacher log-probs on the samples
         check_trainable(args, f"--custom-reward-post-process-path {hook_name(path)}", samples)

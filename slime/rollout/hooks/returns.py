@@ -14,6 +14,7 @@ from slime.config.args import Args
 from slime.rollout.hooks.errors import HookError, blame_hook, hook_name
 from slime.rollout.hooks.sample_errors import (
     LOG_PROBS,
+    UNSEEN,
     SampleValueError,
     as_list,
     check_distinct,
@@ -24,6 +25,7 @@ from slime.rollout.hooks.sample_errors import (
     values_problem,
 )
 from slime.rollout.hooks.signatures import missing_methods
+from slime.rollout.sampling.images import image_problem
 from slime.utils.misc import is_finite_number, kind_of, needed, shown
 from slime.utils.train_data import mask_sums
 from slime.utils.types import Sample
@@ -40,6 +42,7 @@ TRAIN_COLUMNS = (
     "rollout_ids",
     "loss_masks",
 )
+IMAGE_COLUMNS = ("multimodal_train_inputs", "image_spans")
 
 
 class HookReturnError(HookError, ValueError):
@@ -168,8 +171,8 @@ def check_trainable(args: Args, name: str, samples: list[Sample]) -> None:
             check_reward(args, name, sample, sample.reward)
 
 
-def check_train_data(args: Args, columns: Any) -> dict[str, Any]:
-    """The columns that a converter made, with `rollout_mask_sums` filled in where it has none.
+def check_train_data(args: Args, columns: Any, samples: Iterable[Sample] = ()) -> dict[str, Any]:
+    """The columns that a converter made of samples, with `rollout_mask_sums` filled in where it has none.
 
     Raises:
         HookReturnError: it is no dict, a column that training reads is missing, columns differ in length, or a sample
@@ -183,9 +186,15 @@ def check_train_data(args: Args, columns: Any) -> dict[str, Any]:
         raise HookReturnError(
             f"{name} returned no {', '.join(missing)}; it must return the columns {', '.join(TRAIN_COLUMNS)}"
         )
+    given = {name for name in IMAGE_COLUMNS if name in columns}
+    if len(given) == 1 or (not given and any(sample.image_spans for sample in samples)):
+        raise HookReturnError(
+            f"{name} returned no {' and no '.join(sorted({*IMAGE_COLUMNS} - given))} of samples with images; it must "
+            f"return {' and '.join(IMAGE_COLUMNS)}, with None and [] for a sample without"
+        )
     columns = {column: values for column, values in columns.items() if values is not None or column not in LOG_PROBS}
     num_samples = len(columns["tokens"])
-    for column in (*TRAIN_COLUMNS, *(name for name in LOG_PROBS if name in columns)):
+    for column in (*TRAIN_COLUMNS, *given, *(name for name in LOG_PROBS if name in columns)):
         if len(columns[column]) != num_samples:
             raise HookReturnError(
                 f"{name} returned {len(columns[column])} {column} for {num_samples} samples of tokens; "
@@ -210,6 +219,12 @@ def _column_problem(args: Args, columns: dict[str, Any], position: int) -> str |
         return f"None in {missing[0]}; it must be a list with one entry for each response token"
     if problem := values_problem(tokens, length, mask, log_probs, vocab_size=args.vocab_size):
         return problem
+    if spans := columns.get("image_spans"):
+        inputs, places = columns["multimodal_train_inputs"][position], spans[position]
+        images = {"images": places}  # as many as it says
+        seen = Sample(tokens=tokens, image_spans=places, multimodal_train_inputs=inputs, multimodal_inputs=images)
+        if problem := image_problem(seen) or (UNSEEN if places and not args.multimodal_keys else None):
+            return problem
     for column in ("rewards", "raw_reward"):
         if not is_finite_number(value := columns[column][position]):
             return f"{shown(value)} in {column}; it must be a finite number"

@@ -82,6 +82,9 @@ def sample_problem(args: Args, sample: Sample, *, evaluation: bool = False) -> s
     ) or (None if args.debug_rollout_only else image_problem(sample))
 
 
+UNSEEN = "images, of which a trainer sees nothing without --multimodal-keys; its field may be one that no row has"
+
+
 def train_problem(args: Args, sample: Sample) -> str | None:
     """What keeps a completed sample from being trained on.
 
@@ -91,6 +94,8 @@ def train_problem(args: Args, sample: Sample) -> str | None:
     """
     if problem := sample_problem(args, sample):
         return problem
+    if sample.image_spans and not args.multimodal_keys:
+        return UNSEEN
     num_tokens, length = len(sample.tokens), sample.response_length
     if length >= num_tokens:
         return (

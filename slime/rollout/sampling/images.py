@@ -336,6 +336,8 @@ class AnsweredImages:
                 f"a tool answered with an image, and the model of --hf-checkpoint {self._args.hf_checkpoint} sees "
                 "none: it has no processor"
             )
+        if not self._args.multimodal_keys:
+            raise UsageError("a tool answered with an image; without --multimodal-keys a trainer sees nothing of it")
         opened = process_vision_info([{"content": parts}], processor, image_options(self._args))
         self._images = [*self._images, *opened["images"]]
         places = tokenizer.decode([image_token_id(processor)] * len(self._images))
