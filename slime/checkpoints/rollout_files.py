@@ -304,20 +304,25 @@ def subsample(samples: list[Sample], share: float | None) -> list[Sample]:
     return samples[:head] + samples[len(samples) - (wanted - head) :]
 
 
-def _plain(value: Any) -> Any:
-    """The same data without numpy: arrays as tensors, scalars as Python's."""
+def _plain(value: Any, made: dict[int, Any] | None = None) -> Any:
+    """The same data without numpy: arrays as tensors, scalars as Python's. What several samples share they share still
+    (`made`: a tensor by the id of its array): pixels are by far the largest part of a rollout with images.
+    """
     import numpy as np
     import torch
 
+    made = {} if made is None else made
     if isinstance(value, dict) and type(value) is dict:
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: _plain(entry, made) for key, entry in value.items()}
     if type(value) in (list, tuple):
         # token lists are long and hold only numbers: they are looked at, not rebuilt
         if all(type(entry) in (int, float, str, bool) for entry in value):
             return value
-        return type(value)(_plain(entry) for entry in value)
+        return type(value)(_plain(entry, made) for entry in value)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return torch.from_numpy(np.ascontiguousarray(value))
+        if id(value) not in made:
+            made[id(value)] = torch.from_numpy(np.ascontiguousarray(value))
+        return made[id(value)]
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -37,6 +37,16 @@ def test_a_sample_with_arrays_is_read_without_trust_and_is_the_same(tmp_path: Pa
     assert type(sample.rollout_routed_experts) is np.ndarray, "the run's own sample is left as it was"
 
 
+def test_pixels_that_samples_of_a_prompt_share_are_written_once_and_shared_again(tmp_path: Path):
+    inputs = {"pixel_values": np.ones((500, 100), np.float32)}
+    samples = [Sample(index=i, tokens=[1, 2], response_length=1, multimodal_train_inputs=inputs) for i in range(4)]
+    path = write(tmp_path / "0.pt", *samples)
+    assert inputs["pixel_values"].nbytes < path.stat().st_size < 2 * inputs["pixel_values"].nbytes
+    first, *others = (sample.multimodal_train_inputs for sample in load_samples(path, option="--x"))
+    assert first is not None and first["pixel_values"].sum() == 50_000
+    assert all(one is not None and one["pixel_values"] is first["pixel_values"] for one in others)
+
+
 def test_objects_are_read_only_from_a_file_that_is_trusted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = write(tmp_path / "0.pt", Sample(metadata={"mine": Mine()}))
     with pytest.raises(UsageError, match=r"0\.pt holds more than tensors and plain data.*trust it.*Mine"):
