@@ -82,6 +82,8 @@ def test_images_need_a_checkpoint_that_sees_them(check: Check) -> None:
     has(cut, "--prompt-truncation left cuts the text of a prompt, and with it the places of its images")
     sizes = check(f"{line} --image-min-pixels 9 --image-max-pixels 8").problems.unsupported
     has(sizes, "--image-min-pixels 9 is more than --image-max-pixels 8")
+    judge = check(f"{line} --rm-type classify --reward-model-path hf --reward-model-num-gpus 1").problems.unsupported
+    has(judge, "--reward-model-path hf: the reward model is given no images (--multimodal-keys), and would judge")
 
 
 def test_images_that_a_model_does_not_see_may_be_generated_for_but_not_trained_on(check: Check) -> None:

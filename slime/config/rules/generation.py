@@ -142,6 +142,11 @@ UNSUPPORTED: tuple[Check, ...] = (  # only images reach an engine, and nothing b
         "(--multimodal-keys); use drop or error.",
     ),
     Rule(
+        lambda a: bool(a.multimodal_keys) and a.reward_model_path,
+        "--reward-model-path {reward_model_path}: the reward model is given no images (--multimodal-keys), and would "
+        "judge answers to what it does not see; score them with --custom-rm-path or --rm-type.",
+    ),
+    Rule(
         lambda a: a.image_min_pixels and a.image_max_pixels and a.image_min_pixels > a.image_max_pixels,
         "--image-min-pixels {image_min_pixels} is more than --image-max-pixels {image_max_pixels}.",
     ),
