@@ -125,6 +125,36 @@ def _compare(args: Any) -> None:
         )
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_angles_of_a_towers_positions_are_not_rounded_to_16_bits(models: dict[str, Path], family: str) -> None:
+    args = trainer_args(models[family], MEGATRON, train_backend="fsdp", **IMAGES)
+    run_world(1, _angles, args)
+
+
+def _angles(args: Any) -> None:
+    from slime.backends.fsdp_utils.model import blank_image, build_policy, make_mesh, tower_of
+    from slime.backends.megatron_utils.data import pack
+
+    args.params_dtype = "bfloat16"
+    policy = build_policy(args, make_mesh(args))
+    found: list[torch.Tensor] = []
+
+    def note(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        found.extend((*given[:1], *named["position_embeddings"]))
+
+    tower_of(policy.hf).blocks[1].attn.register_forward_pre_hook(note, with_kwargs=True)
+    image = blank_image(policy.hf.config, torch.device("cpu"))
+    image["image_grid_thw"], pixels = torch.tensor([[1, 4, 4]]), image.pop("pixel_values")
+    batch: Any = pack([torch.tensor([5, 6, 7, 8, 9])]) | {
+        "position_ids": torch.arange(5).expand(4, 1, 5),
+        "image_rows": torch.arange(4),
+        "image_tokens": torch.arange(4),
+        "multimodal_train_inputs": image | {"pixel_values": pixels.new_ones(16, pixels.shape[1])},
+    }
+    policy(batch, lambda output: None)
+    assert [x.dtype for x in found] == [torch.bfloat16, torch.float32, torch.float32]
+
+
 def test_an_images_word_in_a_response_is_a_word() -> None:
     from slime.backends.megatron_utils.data import Packing
     from slime.training.micro_batches import to_tensors

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar, cast
 from unittest import mock
@@ -274,15 +275,15 @@ def build_policy(args: Args, mesh: DeviceMesh) -> Policy:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(hf, has_value_head=is_value_model(args), trains_tower=trains_tower(args))
     offload = CPUOffloadPolicy(pin_memory=accelerator.kind() == "cuda") if args.fsdp_cpu_offload else OffloadPolicy()
+    dtype = None if args.params_dtype == "float32" else getattr(torch, args.params_dtype)
+    mp = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     options: dict[str, Any] = {
         "mesh": mesh,
         # where one rank has it all, letting go of a layer saves a 16-bit copy and costs reading it anew
         "reshard_after_forward": args.fsdp_reshard_after_forward and mesh.size(mesh.ndim - 1) > 1,
         "offload_policy": offload,
+        "mp_policy": mp,
     }
-    if args.params_dtype != "float32":
-        dtype = getattr(torch, args.params_dtype)
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     layers = decoder_layers(hf)
     blocks = [] if (tower := tower_of(hf)) is None else list(tower.blocks)
     if args.fsdp_compile:
@@ -290,8 +291,9 @@ def build_policy(args: Args, mesh: DeviceMesh) -> Policy:
             layer.forward = compiled(layer.forward, dynamic=True)
     elif accelerator.kind() == "cuda":
         use_kernels(hf)
-    groups = grouped(layers, args.fsdp_min_group_params)
-    for group in (*grouped(blocks, args.fsdp_min_group_params), *groups):
+    for group in grouped(blocks, args.fsdp_min_group_params):  # they take angles in fp32, as an engine's do
+        fully_shard(group, **options | {"mp_policy": replace(mp, cast_forward_inputs=False)})
+    for group in (groups := grouped(layers, args.fsdp_min_group_params)):
         fully_shard(group, **options)
     fully_shard(policy, **options)
     if args.fsdp_forward_prefetch:
