@@ -159,6 +159,7 @@ async def _one(args: Args, sample: Sample, params: dict[str, Any], bar: Any) -> 
         try:
             completed = await _until_not_aborted(args, sample.snapshot(), params)
             bar.update(1)
+            completed.multimodal_train_inputs = None  # untrained; a whole data set's would fill the memory
             return completed
         except SampleError as error:
             if args.on_sample_error == "fail":

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from slime.rollout import eval as evaluation
 from slime.rollout.hooks.returns import HookReturnError, check_train_data
 from slime.rollout.hooks.sample_errors import sample_problem, train_problem
 from slime.rollout.sampling.attempts import fresh_copy
@@ -225,3 +226,15 @@ def test_a_converter_keeps_the_images_of_its_samples() -> None:
     assert "where the tokens are not all of one image" in refused(image_spans=[[[0, 4]], []])
     blind = rollout_args(custom_convert_samples_to_train_data_path=path)
     assert "returned sample 0 with images, of which a trainer sees nothing" in refused(blind)
+
+
+def test_an_evaluation_keeps_no_arrays_for_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def made(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
+        return sample
+
+    monkeypatch.setattr(evaluation, "_until_not_aborted", made)
+    asked = a_sample()
+    bar = SimpleNamespace(update=lambda count: None)
+    found = asyncio.run(evaluation._one(rollout_args(), asked, {}, bar))
+    assert found is not None and found.multimodal_train_inputs is None and found.image_spans == [[1, 4]]
+    assert asked.multimodal_train_inputs is not None, "the samples of other repetitions stay as they are"
