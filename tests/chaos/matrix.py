@@ -314,10 +314,9 @@ def read_outcomes(path: Path) -> dict[str, Outcome]:
 def table(outcomes: dict[str, Outcome]) -> str:
     """A line a part and phase, the two signals beside each other."""
     lines = ["| part | phase | killed | stopped |", "|---|---|---|---|"]
-    for part in PARTS:
-        for phase in PHASES:
-            cells = [_cell(outcomes.get(Row(part, phase, name).name)) for name in SIGNALS]
-            lines.append(f"| {part} | {phase} | {cells[0]} | {cells[1]} |")
+    for part, phase in dict.fromkeys((row.part, row.phase) for row in all_rows()):
+        cells = [_cell(outcomes.get(Row(part, phase, name).name)) for name in SIGNALS]
+        lines.append(f"| {part} | {phase} | {cells[0]} | {cells[1]} |")
     return "\n".join(lines)
 
 

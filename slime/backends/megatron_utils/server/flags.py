@@ -25,6 +25,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "lr": 0.0,
     "megatron_deepgemm_forward_layers": None,
     "megatron_deepgemm_moe_forward_layers": None,
+    "multimodal_keys": None,
     "offload_train": False,
     "qwen_gdn_backend": "fla",
     "ref_ckpt_step": None,
