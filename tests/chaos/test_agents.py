@@ -150,7 +150,7 @@ def test_agents_that_are_killed_or_stopped_lose_no_turn_that_they_have_got(monke
     assert trained <= got, "no turn is trained twice"
     longest = max(map(len, run.engine.outputs))
     assert trained >= got - 3 * longest, "an agent that is killed loses at most the turn that it waits for"
-    assert {sample.end_reason for sample in check_untrusted(samples) + samples} <= {"done", "env_error"}
+    assert {sample.end_reason for sample in check_untrusted(samples) + samples} <= {"done", "env_error", "budget"}
 
 
 def test_a_gateway_that_stops_makes_what_its_agents_had_not_finished_untrusted(monkeypatch):

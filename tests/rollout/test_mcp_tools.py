@@ -15,6 +15,7 @@ import pytest
 
 from slime.config.mcp_servers import McpServer
 from slime.processes.registry import registry
+from slime.processes.wait import wait
 from slime.rollout import mcp_tools
 from slime.rollout.mcp_tools import McpTools
 from slime.rollout.multi_turn import final_answer, generate, generate_turns
@@ -185,7 +186,7 @@ def test_a_server_that_never_worked_is_an_error_of_the_run(port: int, server: di
     caller = Caller({**({} if "command" in server else {"url": f"http://127.0.0.1:{port}/mcp"}), **server})
     with pytest.raises(UsageError, match=message):
         caller(ADD)
-    assert registry().running() == before
+    wait("the process to be gone", 30, lambda: registry().running() == before)  # it has a moment to end by itself
 
 
 def test_two_servers_with_one_tool_are_refused(port: int) -> None:
