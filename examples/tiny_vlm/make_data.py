@@ -3,7 +3,7 @@
     python examples/tiny_vlm/make_data.py --output outputs/tiny_vlm/data
 
 An image of 64 x 64 pixels has 1 to 4 squares of one colour in the cells of a 4 x 4 raster, and is inside the row, as a
-data URI. Files: train.jsonl, eval.jsonl (other images), sft.jsonl (demonstrations, half of them with a wrong number,
+data URI. Files: train.jsonl, eval.jsonl (other images), sft.jsonl (demonstrations, three in ten with a wrong number,
 so that reinforcement learning has something to correct) and eval.yaml. The seed decides all but what is held out.
 """
 
@@ -49,11 +49,11 @@ def problems(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
 
 
 def demonstrations(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
-    """Conversations, every second of which has a wrong number."""
+    """Conversations, three in ten of which have a wrong number."""
     for row in problems(rng, count):
         right = int(row["label"])
         wrong = rng.choice([number for number in range(1, MOST + 1) if number != right])
-        answer = {"role": "assistant", "content": str(right if rng.random() < 0.5 else wrong)}
+        answer = {"role": "assistant", "content": str(right if rng.random() < 0.7 else wrong)}
         yield {"messages": [QUESTION, answer], "images": row["images"]}
 
 
