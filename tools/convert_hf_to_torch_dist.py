@@ -33,6 +33,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "load": None,
     "lr": 0.0,
     "model_name": None,
+    "multimodal_keys": None,
     "qwen_gdn_backend": "fla",
     "ref_ckpt_step": None,
     "ref_load": None,

@@ -149,7 +149,7 @@ class PromptSource(DatasetSettings):
 def source_of(args: Args, sample: Sample) -> PromptSource | None:
     """The data set of a mixture that a sample's prompt is of; None without a mixture."""
     name = sample.metadata.get("source_name")
-    sources = vars(args).get("prompt_sources") or ()  # args that a user made by hand have none
+    sources = getattr(args, "prompt_sources", None) or ()  # args that a user made by hand have none
     return next((one for one in sources if one.is_named and one.name == name), None)
 
 

@@ -26,7 +26,7 @@ def test_trackers_upload_when_nothing_of_the_run_holds_a_gpu_any_more(
     monkeypatch.setattr(run_module.ray, "is_initialized", lambda: True)
     run = TrainingRun(run_args(ray_timeline_path=None))
     monkeypatch.setattr(run.parts, "end", lambda **_: order.append("parts"))
-    run._guard = SimpleNamespace(  # type: ignore[assignment]
+    run._supervisor = SimpleNamespace(  # type: ignore[assignment]
         before_end=lambda: order.append("watchdog"),
         shut_ray_down=lambda: order.append("ray"),
         end=lambda **_: order.append("guard"),

@@ -23,7 +23,7 @@ class FakeEngine(EngineActor):
 
     def __init__(self, log_path: Path, *outcomes: Exception | None, worker_type: str = "regular") -> None:
         args = Namespace(accelerator="cpu", seed=0, trust_remote_code=False, params_dtype="float32")
-        args.update_weights_in_flight = args.use_rollout_routing_replay = False
+        args.update_weights_in_flight = args.use_rollout_routing_replay = args.freeze_vision_tower = False
         spec = EngineSpec(0, "/models/m", worker_type=worker_type)
         super().__init__(args, spec, host="127.0.0.1", log_path=str(log_path), num_threads=1)
         self.outcomes = list(outcomes)
@@ -181,7 +181,7 @@ def test_a_start_ends_when_the_ranks_of_another_node_do(
 
 def test_the_nodes_of_an_engine_get_the_same_arguments_but_for_where_they_are() -> None:
     args = Namespace(accelerator="cuda", seed=5, trust_remote_code=False, params_dtype="bfloat16")
-    args.update_weights_in_flight = args.use_rollout_routing_replay = False
+    args.update_weights_in_flight = args.use_rollout_routing_replay = args.freeze_vision_tower = False
     spec = EngineSpec(3, "/models/m", num_gpus=16, first_slot=8, settings={"pp_size": 2})
     ports = {"nccl_port": 2, "bootstrap_port": 3, "dist_init_port": 4, "num_nodes": 2}
     first = EnginePlace("fd00::1", 1, **ports)

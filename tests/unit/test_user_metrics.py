@@ -25,6 +25,7 @@ from slime.rollout.sample_hooks import set_current_rollout_id
 @pytest.fixture(autouse=True)
 def no_tracking_is_left_over(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(logging_utils, "tracking", logging_utils._Tracking())
+    sample_hooks.set_current_rollout_id(None)  # of an earlier test
     monkeypatch.setattr(sample_hooks, "_begun_last", [None])
 
 

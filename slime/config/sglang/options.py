@@ -56,7 +56,7 @@ ROUTER_DEFAULTS = {"log_level": "warn", "balance_abs_threshold": 10, "balance_re
 READ_BY_SLIME = {
     "enable_deterministic_inference": False,
     "load_format": "auto",
-    **dict.fromkeys(("reasoning_parser", "speculative_algorithm", "tool_call_parser")),
+    **dict.fromkeys(("max_lora_rank", "reasoning_parser", "speculative_algorithm", "tool_call_parser")),
 }
 # Options that a patched SGLang has; where it is installed they are among its options, and known.
 OF_PATCHES = {
