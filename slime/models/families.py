@@ -40,6 +40,7 @@ def family_of_config(hf_config: Any) -> Family | None:
 
 
 _NAMES = {
+    "qwen2.5vl": "qwen25vl",
     "qwen2.5": "qwen2",
     "qwen3.5": "qwen35",
     "deepseekv3.2exp": "deepseekv32",
@@ -68,7 +69,7 @@ def family_of(model_name: str) -> Family:
     longest = max((name for name in FAMILIES if name.replace("_", "") in plain), key=len, default=None)
     rest = plain.replace(longest.replace("_", ""), "", 1) if longest else ""
     is_variant = re.search(r"moe|next|vl|lite|audio|qwen|llama|^4(?!b)|^v|^\.?2$|^\.\d|^\.?5(?!\d*b)", rest)
-    if longest is None or is_variant:
+    if longest is None or is_variant or (longest.endswith("_vl") and re.search(r"a\d+b", rest)):
         raise UsageError(f"no weight rules for {model_name!r}; there are rules for {', '.join(FAMILIES)}.")
     return FAMILIES[longest]
 

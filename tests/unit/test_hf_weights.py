@@ -108,7 +108,18 @@ def test_a_family_is_found_by_its_name_and_a_variant_is_not_taken_for_it():
     assert family_of("MiniMax-M2").model_type == "minimax_m2"
     assert family_of("GLM-5").model_type == family_of("GLM-5.2").model_type == "glm_moe_dsa"
     assert family_of("Qwen3-4B").model_type == "qwen3"
-    others = ("qwen3_vl", "glm4v", "GLM-4.5", "llama4", "deepseek_v4", "mimo_v2", "kimi_k25")
+    assert family_of("qwen3_vl").model_type == family_of("Qwen3-VL-4B-Instruct").model_type == "qwen3_vl"
+    assert family_of("Qwen2.5-VL-3B-Instruct").model_type == family_of("qwen2_5_vl").model_type == "qwen2_5_vl"
+    others = (
+        "Qwen3-VL-30B-A3B-Instruct",
+        "qwen3_vl_moe",
+        "glm4v",
+        "GLM-4.5",
+        "llama4",
+        "deepseek_v4",
+        "mimo_v2",
+        "kimi_k25",
+    )
     for other in others:
         with pytest.raises(UsageError, match="llama"):
             family_of(other)
