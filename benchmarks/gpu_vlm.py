@@ -43,7 +43,7 @@ TEXT = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
 VISION = {"depth": 24, "hidden_size": 1024, "num_heads": 16, "intermediate_size": 4096,
           "patch_size": 16, "out_hidden_size": 2048, "num_position_embeddings": 2304,
           "deepstack_visual_indexes": [5, 11, 17]}  # fmt: skip
-"""What Qwen3-VL-2B has."""
+"""The shape of Qwen3-VL-2B."""
 WAYS = {"trained tower": (), "frozen tower": ("--freeze-vision-tower",)}
 
 

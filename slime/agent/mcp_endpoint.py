@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 PATH = "/mcp"
 OnFailure = Callable[[str], None]
 _VERSIONS = ("2025-06-18", "2024-11-05")
-"""Of the protocol; the one between them, 2025-03-26, asks for batches of messages."""
+"""Versions of the protocol that it speaks. 2025-03-26 is left out: it asks for batches of messages."""
 _INVALID, _UNKNOWN_METHOD, _WRONG_PARAMS = -32600, -32601, -32602
 
 

@@ -433,18 +433,18 @@ def _check_environment(args: Args, *, given_load: str | None, has_config: bool) 
     defaults = {name: value for flags_class in FLAG_CLASSES for name, value in defaults_of(flags_class).items()}
     defaults["eval_function_path"] = generation.DEFAULT_ROLLOUT
     yield from files.check_hooks(vars(args), defaults, HOOKS, signature_problem)
-    for where, name, path in [*dataset_hooks([*args.prompt_sources, *args.eval_datasets]), *reward_hooks(args)]:
+    for where, name, path in [*_hooks_of_data(args), *reward_hooks(args)]:
         yield from files.check_hook(where, path, HOOKS[name], signature_problem)
     yield from files.check_output_dirs(files.output_dirs(args))
     yield from files.check_output_file("--ray-timeline-path", args.ray_timeline_path)
+
+
+def _hooks_of_data(args: Args) -> list[tuple[str, str, str]]:
+    return [(f"{dataset.where}: {name}", name, path) for dataset, name, path in dataset_hooks(args)]
 
 
 def _generates(args: Args) -> dict[str, str]:
     """Where it is given -> path of each generate function of the run."""
     own, name = args.custom_generate_function_path, "custom_generate_function_path"
     given = {"--custom-generate-function-path": own} if own else {}
-    return given | {
-        where: path
-        for where, attribute, path in dataset_hooks([*args.prompt_sources, *args.eval_datasets])
-        if attribute == name
-    }
+    return given | {where: path for where, attribute, path in _hooks_of_data(args) if attribute == name}

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from slime.utils.errors import UsageError
-from slime.utils.eval_config import NARROWER, PROMPTS_FLAG, FileForm, PromptSource, source_of, values_of_flags
+from slime.utils.eval_config import (
+    NARROWER,
+    PROMPTS_FLAG,
+    FileForm,
+    PromptSource,
+    source_of,
+    sources_of,
+    values_of_flags,
+)
 from slime.utils.files.yaml_config import load_yaml
 
 if TYPE_CHECKING:
@@ -96,7 +104,7 @@ def params_of(args: Args, params: dict[str, Any], group: Sequence[Sample]) -> di
 
 def source_problems(args: Args) -> Iterator[str]:
     """A sentence for each limit of a data set that does not fit the run's flags, and for images of one alone."""
-    named = [source for source in vars(args).get("prompt_sources", ()) if source.is_named]
+    named = [source for source in sources_of(args) if source.is_named]
     if named and args.rollout_buffer_url:
         yield f"{PROMPTS_FLAG}: the generator of --rollout-buffer-url reads one file, and no mixture; name one."
     for source in named:

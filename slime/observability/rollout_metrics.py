@@ -21,6 +21,7 @@ from slime.observability.metric_utils import (
     dict_add_prefix,
     has_repetition,
 )
+from slime.utils.eval_config import sources_of
 from slime.utils.misc import is_finite_number
 from slime.utils.types import Sample
 
@@ -122,7 +123,7 @@ def of_sources(args: Args, samples: Sequence[Sample]) -> dict[str, float]:
     groups whose rewards are all the same.
     """
     metrics: dict[str, float] = {}
-    for name in (source.name for source in vars(args).get("prompt_sources") or () if source.is_named):
+    for name in (source.name for source in sources_of(args) if source.is_named):
         if not (own := [sample for sample in samples if sample.metadata.get("source_name") == name]):
             continue
         scored = [s for s in own if s.reward is not None and is_finite_number(s.get_reward_value(args))]

@@ -42,6 +42,7 @@ from slime.rollout.base_types import HOOKS
 from slime.rollout.hooks.signatures import signature_problem
 from slime.utils.accelerator import cuda_is_available
 from slime.utils.errors import UsageError
+from slime.utils.eval_config import dataset_hooks
 from slime.utils.http.api_keys import command_line_without_secrets
 from slime.utils.misc import attempt, load_function, reader_may_leave
 from slime.weights.formats import WeightFormat, format_of_checkpoint
@@ -321,10 +322,8 @@ def hook_reports(args: Args) -> Iterator[HookReport]:
         for path in value if isinstance(value, list) else [value]:
             if path and not (attribute == "eval_function_path" and path in (own, args.rollout_function_path)):
                 yield hook_report("--" + attribute.replace("_", "-"), path, protocol)
-    for dataset in (*args.prompt_sources, *args.eval_datasets):
-        for name in ("custom_rm_path", "custom_generate_function_path"):
-            if path := vars(dataset)[name]:
-                yield hook_report(f"{name} of {dataset.name}", path, HOOKS[name])
+    for dataset, name, path in dataset_hooks(args):
+        yield hook_report(f"{name} of {dataset.name}", path, HOOKS[name])
 
 
 def hook_report(flag: str, path: str, protocol: type) -> HookReport:

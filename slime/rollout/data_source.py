@@ -24,7 +24,7 @@ from slime.rollout.sample_hooks import current_rollout_id
 from slime.rollout.sampling.mixture import Mixture
 from slime.rollout.sampling.weight_versions import WeightClock, of_earlier_run
 from slime.utils.data import Dataset
-from slime.utils.eval_config import PromptSource
+from slime.utils.eval_config import PromptSource, sources_of
 from slime.utils.misc import load_function, needed, on_error
 from slime.utils.processing_utils import image_options, load_processor, load_tokenizer
 from slime.utils.types import Sample
@@ -213,8 +213,8 @@ class RolloutDataSource(DataSource):
 
 
 def _open_datasets(args: Args) -> Dataset | Mixture:
-    sources = vars(args).get("prompt_sources")  # args that a user made by hand have none
-    opened = [(source, _open_dataset(args, source)) for source in sources or prompt_sources(args)]
+    sources = sources_of(args) or prompt_sources(args)
+    opened = [(source, _open_dataset(args, source)) for source in sources]
     if len(opened) == 1:
         return opened[0][1]
     return Mixture(opened, shuffles=args.rollout_shuffle)

@@ -6,7 +6,7 @@ knows nothing of rollouts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 FLAG = "--eval-config"
 PROMPTS_FLAG = "--prompt-data"
+_LIMITS = ("max_response_len", "min_new_tokens", "stop", "stop_token_ids")
 
 # field -> flags that supply it, the first one that is not None wins
 _FROM_ARGS: dict[str, tuple[str, ...]] = {
@@ -92,6 +93,12 @@ class DatasetSettings:
         return f"evaluation data set {self.name}"
 
     @property
+    def set_for_rollouts(self) -> list[str]:
+        """Names of its settings that only generation and grading read."""
+        names = ("rm_type", "custom_rm_path", "custom_generate_function_path")
+        return [name for name in (*names, *_LIMITS) if vars(self)[name] is not None]
+
+    @property
     def names_reward(self) -> bool:
         """Every sample of it has an rm_type."""
         return bool(self.rm_type or "rm_type" in self.metadata_overrides)
@@ -146,11 +153,15 @@ class PromptSource(DatasetSettings):
         return {**self.inject_metadata(metadata), **name}
 
 
+def sources_of(args: Args) -> Sequence[PromptSource]:
+    """The data sets of training; none in args that a user made by hand."""
+    return getattr(args, "prompt_sources", None) or ()
+
+
 def source_of(args: Args, sample: Sample) -> PromptSource | None:
     """The data set of a mixture that a sample's prompt is of; None without a mixture."""
     name = sample.metadata.get("source_name")
-    sources = getattr(args, "prompt_sources", None) or ()  # args that a user made by hand have none
-    return next((one for one in sources if one.is_named and one.name == name), None)
+    return next((one for one in sources_of(args) if one.is_named and one.name == name), None)
 
 
 @dataclass
@@ -272,12 +283,12 @@ def _given(settings: BaseModel) -> dict[str, Any]:
 _FORM = FileForm(EvalDatasetConfig, _NARROWER)
 
 
-def dataset_hooks(datasets: Iterable[DatasetSettings]) -> Iterator[tuple[str, str, str]]:
-    """(where it is given, attribute, path) of each hook of a data set."""
-    for dataset in datasets:
+def dataset_hooks(args: Args) -> Iterator[tuple[DatasetSettings, str, str]]:
+    """(data set, attribute, path) of each hook of a data set, of training and of evaluation."""
+    for dataset in (*sources_of(args), *args.eval_datasets):
         for name in ("custom_rm_path", "custom_generate_function_path"):
             if path := vars(dataset)[name]:
-                yield f"{dataset.where}: {name}", name, path
+                yield dataset, name, path
 
 
 class EvalConfig(NamedTuple):

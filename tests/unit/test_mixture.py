@@ -9,10 +9,12 @@ import pytest
 
 from slime.algorithms.estimators import overlong_penalties
 from slime.config.prompt_sources import params_of, prompt_sources
+from slime.config.rules import generation as generation_rules
 from slime.observability.rollout_metrics import compute_metrics_from_samples
 from slime.plan.layout import lengths_of
 from slime.rollout import data_source
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.rm_hub import RM_TYPES, rm_needs_label
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sampling import generation
 from slime.utils.errors import UsageError
@@ -255,3 +257,15 @@ def test_files_without_a_yaml_are_drawn_equally_and_named_after_themselves(tmp_p
     args.prompt_data = ["a.yaml", "b.jsonl"]
     with pytest.raises(UsageError, match="give it alone"):
         prompt_sources(args)
+
+
+@pytest.mark.parametrize("loss", ["sft_loss", "policy_loss"])
+def test_what_generation_alone_reads_has_no_effect_on_demonstrations(make, loss):
+    args = make(loss_type=loss, label_key="label").args
+    wrong = generation_rules.check_rewards(args, known=RM_TYPES, needs_label=rm_needs_label, fields="")
+    idle = [str(one) for one in wrong if "--loss-type sft_loss" in str(one)]
+    assert len(idle) == (2 if loss == "sft_loss" else 0)
+    if idle:
+        assert (
+            "data set many: rm_type, max_response_len, stop" in idle[0] and "data set few: custom_rm_path" in idle[1]
+        )

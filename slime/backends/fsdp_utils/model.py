@@ -201,7 +201,7 @@ class Policy(torch.nn.Module):
         return read(DeferredLogits(hidden.to(weight.dtype), weight))
 
     def train(self, mode: bool = True) -> Policy:
-        """As torch's, which walks over the whole model at each call, while the device waits."""
+        """Do what torch's method of this name does, without its walk over the whole model while the device waits."""
         for module in self._everything:
             vars(module)["training"] = mode
         return self
@@ -235,7 +235,7 @@ class Policy(torch.nn.Module):
 
 
 def _pixels(images: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a tower takes of a processor's tensors."""
+    """Return those of a processor's tensors that the vision tower takes."""
     return {name: images[name] for name in ("pixel_values", "image_grid_thw") if name in images}
 
 
@@ -385,7 +385,7 @@ def _prepare(args: Args, config: Any) -> None:
 
 
 def _hides_its_window(hf: Any) -> bool:
-    """Whether a model with sliding windows tells its attention function nothing of them."""
+    """Whether a model has sliding windows, and does not pass them to its attention function."""
     config = hf.config.get_text_config()
     if not (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)):
         return False
@@ -433,7 +433,7 @@ def tower_of(hf: Any) -> Any | None:
 
 
 def trains_tower(args: Args) -> bool:
-    """Whether gradients reach the part that sees images."""
+    """Whether the vision tower is trained."""
     return bool(args.multimodal_keys) and not args.freeze_vision_tower
 
 

@@ -22,6 +22,7 @@ from slime.config.problems import Check, Effect, NoEffect, Problems, Rule, broke
 from slime.config.rules import batch, debug, devices, generation, losses
 from slime.config.rules.devices import no_engines_flag
 from slime.plugins import Table
+from slime.utils.eval_config import sources_of
 from slime.weights.transports import TRANSPORTS
 
 Fields = Iterable[dataclasses.Field[Any]]
@@ -180,7 +181,7 @@ def _said(args: Args, need: str) -> Any:
     """The value of a flag, or of a data set that has its own; or ("flag.fact") what the row says that it names."""
     name, _, fact = need.partition(".")
     value = vars(args)[name]
-    of_sets = (vars(one).get(name.removeprefix("rollout_")) for one in vars(args).get("prompt_sources", ()))
+    of_sets = (vars(one).get(name.removeprefix("rollout_")) for one in sources_of(args))
     return getattr(_TABLES[name][value], fact) if fact else value or any(of_sets)
 
 

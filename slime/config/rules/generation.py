@@ -73,6 +73,9 @@ def check_rewards(args: Args, *, known: Table[Any], needs_label: Callable[[str],
                 f"{where}: custom_rm_path {dataset.custom_rm_path}: --group-rm has whole groups scored by "
                 "--custom-rm-path; leave one of them out."
             )
+        if is_trained and args.loss_type == "sft_loss" and (idle := dataset.set_for_rollouts):
+            instead = "with --loss-type sft_loss, which generates and grades nothing"
+            yield NoEffect(f"{where}: {', '.join(idle)}", instead, "leave it out")
         if dataset.rm_type and args.custom_rm_path and not dataset.custom_rm_path:
             yield NoEffect(
                 f"{where}: rm_type {dataset.rm_type}",

@@ -9,6 +9,7 @@ from slime.algorithms.estimators import ESTIMATORS
 from slime.config.args import Args
 from slime.config.derive import keeps_requests_in_flight
 from slime.config.problems import Check, Rule, WithoutEffect, broken, each, for_each, plain_option, where
+from slime.utils.eval_config import sources_of
 
 
 def _keeps_requests(args: Args) -> bool:
@@ -38,7 +39,7 @@ def _only_built_in_code(args: Args) -> bool:
         args.custom_convert_samples_to_train_data_path,
         args.custom_reward_post_process_path,
         args.load_debug_rollout_data,
-        *(one.custom_rm_path or one.custom_generate_function_path for one in vars(args).get("prompt_sources", ())),
+        *(one.custom_rm_path or one.custom_generate_function_path for one in sources_of(args)),
     )
     places = (args.rollout_function_path, args.data_source_path)
     return not any(hooks) and all(path.startswith("slime.rollout.") for path in places)

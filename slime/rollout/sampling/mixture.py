@@ -37,31 +37,30 @@ class Mixture:
     """
 
     def __init__(self, sources: Sequence[tuple[PromptSource, Dataset]], *, shuffles: bool) -> None:
-        self._sources, self._shuffles = list(sources), shuffles
-        self._places = {source.name: _Place() for source, _ in self._sources}
+        self._sources, self._shuffles = {source.name: (source, dataset) for source, dataset in sources}, shuffles
+        self._places = {name: _Place() for name in self._sources}
         self._order_epochs()
 
     def __len__(self) -> int:
-        return sum(len(dataset) for _, dataset in self._sources)
+        return sum(len(dataset) for _, dataset in self._sources.values())
 
     def _order_epochs(self) -> None:
-        for source, dataset in self._sources:
+        for name, (_, dataset) in self._sources.items():
             if self._shuffles:
-                dataset.shuffle(self._places[source.name].epoch_id)
+                dataset.shuffle(self._places[name].epoch_id)
 
     def draw(self, rollout_id: int) -> Sample:
         """The next prompt, by the weights of this rollout."""
-        weights = {source.name: source.weight_at(rollout_id) for source, _ in self._sources}
+        weights = {name: source.weight_at(rollout_id) for name, (source, _) in self._sources.items()}
         total = sum(weights.values())
         for name, weight in weights.items():
             self._places[name].behind += weight / total
         drawn = max((name for name, weight in weights.items() if weight), key=lambda name: self._places[name].behind)
         self._places[drawn].behind -= 1
-        return self._next_of(next(pair for pair in self._sources if pair[0].name == drawn))
+        return self._next_of(drawn)
 
-    def _next_of(self, pair: tuple[PromptSource, Dataset]) -> Sample:
-        source, dataset = pair
-        place = self._places[source.name]
+    def _next_of(self, name: str) -> Sample:
+        dataset, place = self._sources[name][1], self._places[name]
         if place.sample_offset >= len(dataset):
             place.epoch_id, place.sample_offset = place.epoch_id + 1, 0
             if self._shuffles:

@@ -264,7 +264,7 @@ def _parts(output: torch.Tensor, groups: int, bs: Sequence[torch.Tensor]) -> Seq
 
 
 class _WithAdapter:
-    """What a linear layer does beside its own product; its class comes next in the order of bases."""
+    """Adds an adapter's product to that of a linear layer, whose class is the next base."""
 
     lora: Adapter
 
