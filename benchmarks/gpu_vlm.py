@@ -45,6 +45,8 @@ VISION = {"depth": 24, "hidden_size": 1024, "num_heads": 16, "intermediate_size"
           "deepstack_visual_indexes": [5, 11, 17]}  # fmt: skip
 """The shape of Qwen3-VL-2B."""
 WAYS = {"trained tower": (), "frozen tower": ("--freeze-vision-tower",)}
+TOWER_ON_CUDA = ("--sglang-mm-attention-backend", "triton_attn")
+"""SGLang's own choice on Hopper is FlashAttention 3, whose kernels a machine may lack."""
 
 
 def main() -> None:
@@ -65,6 +67,7 @@ def measured_run(way: str, options: Namespace) -> list[Row]:
     save = options.output / "runs" / name / "checkpoints"
     more = [
         *colocated(options, tokens=16384, engine_share=0.4), *FSDP.split(), *WAYS[way],
+        *(TOWER_ON_CUDA if options.accelerator == "cuda" else ()),
         "--prompt-data", data, "--apply-chat-template", "--multimodal-keys", '{"image": "images"}',
         "--save", save, "--save-interval", 4, "--checkpoint-contents", "model", "hf",
     ]  # fmt: skip
