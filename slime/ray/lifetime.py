@@ -45,6 +45,7 @@ from slime.ray.schedule import Attempt, ExitRequest, attempts
 from slime.ray.supervisor import Supervisor
 from slime.ray.utils import MANAGER, get, progress_of
 from slime.rollout.sampling.weight_versions import SyncSchedule
+from slime.utils.accelerator import compile_cache
 from slime.utils.errors import UsageError
 from slime.utils.http.api_keys import command_line_without_secrets, use_keys
 from slime.utils.misc import url_host
@@ -145,6 +146,7 @@ class RunLifetime:
             self.phases, directory, stall_timeout_s=args.stall_timeout, on_stall=args.on_stall
         )
         logger.info("logs of every process: %s", directory / "logs")
+        compile_cache.use(args.compile_cache_dir, os.environ)
         self._begin_events(directory)
         start_beside_run(directory, args.dashboard_host, args.dashboard_port)
         self._status.announce("connecting to Ray")

@@ -35,6 +35,7 @@ from slime.processes.progress import (
 )
 from slime.processes.registry import MARK
 from slime.processes.wait import Watch, try_and_log
+from slime.utils.accelerator import compile_cache
 from slime.utils.errors import UsageError
 from slime.utils.http.network import given_address, interface_problem
 from slime.utils.misc import listen_anywhere
@@ -217,6 +218,7 @@ def actor_env(extra: dict[str, str] | None = None) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         **({MARK: os.environ[MARK]} if MARK in os.environ else {}),  # of the run: a Ray that ran before has it not
+        **compile_cache.passed_on(),
         **(extra or {}),
     }
 

@@ -129,6 +129,7 @@ OURS = {
     "--shuffle-mini-batches": "passes over one rollout",
     "--skip-malformed-data": "upstream's skipping, by request",
     "--stall-timeout": "when a stall is noticed",
+    "--compile-cache-dir": "a start that compiles nothing",
     "--tracker": "where metrics go",
     "--trust-remote-code": "off by default",
     "--update-weights-in-flight": "weights change while requests are in flight",

@@ -44,12 +44,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     place = flags.index("--custom-rm-path")
     return train(
         work / "out", *flags[:place], *flags[place + 2 :], "--colocate", "--num-rollout", 2,
-        "--save", work / "save", "--save-interval", 1,
+        "--save", work / "save", "--save-interval", 1, "--compile-cache-dir", work / "kernels",
         "--eval-interval", 2, "--eval-prompt-data", "digits", prompts, "--eval-max-response-len", 4,
         "--rm-type", "digits", "--advantage-estimator", "median", "--tracker", "csv",
         "--update-weight-transport", "noted_files", "--update-weight-disk-dir", work / "weights",
         script="examples/own_driver/driver.py", PYTHONPATH=path,
     )  # fmt: skip
+
+
+def test_a_run_makes_its_compile_cache_and_says_where(run: Run):
+    (folder,) = (run.output_dir.parent / "kernels").iterdir()
+    assert f"compiled kernels are kept in {folder}" in run.printed
+    assert "--compile-cache-dir with --accelerator cpu, where nothing is compiled" in run.printed
 
 
 def test_a_driver_on_upstreams_names_trains_evaluates_and_saves(run: Run):

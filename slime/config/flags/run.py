@@ -45,6 +45,11 @@ class ClusterFlags:
         None, "the trainer's collectives (default: nccl; with --accelerator cpu gloo)", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: int = flag(10, "time limit of a collective operation", at_least=1)
+    compile_cache_dir: str | None = flag(
+        None,
+        "directory, of the same name on every host, where trainers and engines keep compiled kernels, by the versions "
+        "of what compiled them; tools/prewarm.py fills one for an image",
+    )
 
 
 @dataclass

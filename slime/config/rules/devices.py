@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from slime.config.args import Args
 from slime.config.derive import backend_of
-from slime.config.problems import Check, Rule, each, first_of, for_each, where
+from slime.config.problems import Check, Rule, WithoutEffect, each, first_of, for_each, where
 from slime.utils.errors import UsageError, did_you_mean
 from slime.weights.transports import WeightTransport, transport_of
 
@@ -139,6 +139,12 @@ DEVICE_CHECKS: tuple[Check, ...] = (
             bool,
             "{option} (or --offload) is refused with --accelerator cpu: nothing could be freed; leave it out.",
         ),
+    ),
+    WithoutEffect(
+        lambda a: a.compile_cache_dir and a.accelerator == "cpu",
+        "--compile-cache-dir",
+        "with --accelerator cpu, where nothing is compiled",
+        "leave it out",
     ),
     Rule(
         lambda a: a.debug_rollout_only and a.debug_train_only,

@@ -1,10 +1,8 @@
 """Checks of what flags point at: checkpoints, data files, rewards by name, hooks, output directories.
 
 It reads small files and every data row, and opens no tensors. Each function returns sentences; none of them leaves
-anything behind on disk.
-
-A hook's path loads, names something callable, and can be called the way slime will call it: which flags are hooks,
-and their call, come in as a table. Loading runs the user's module.
+anything behind on disk. Which flags are hooks, and how slime calls them, comes in as a table; loading a hook to check
+its call runs the user's module.
 """
 
 from __future__ import annotations
@@ -309,6 +307,7 @@ def output_dirs(args: Args) -> dict[str, str | None]:
         "--memory-snapshot-dir": args.memory_snapshot_dir if args.record_memory_history else None,
         "--wandb-dir": args.wandb_dir,
         "--tb-project-name": args.tb_project_name,
+        "--compile-cache-dir": args.compile_cache_dir,
     }
 
 

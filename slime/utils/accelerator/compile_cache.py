@@ -1,0 +1,72 @@
+"""Compiled kernels kept in one directory that a run names: a later run, or another machine, need not compile them.
+
+Each library keeps what it compiles where its own variable says (`VARIABLES`). Their keys hold the source and the GPU's
+architecture but not always the versions of what compiled it, so every set of versions has a folder of its own here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python")
+VARIABLES = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "SGLANG_CACHE_DIR": "sglang",
+    "SGLANG_DG_CACHE_DIR": "deep_gemm",  # DeepGEMM, as SGLang sets it up
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "TVM_FFI_CACHE_DIR": "tvm_ffi",
+    "TILELANG_CACHE_DIR": "tilelang",
+    "CUDA_CACHE_PATH": "cuda",  # what the driver compiles of PTX
+}
+
+
+def use(directory: str | Path | None, environment: MutableMapping[str, str]) -> None:
+    """Point an environment's variables at the folder of a compile cache, and log it; those that are set stay.
+
+    Args:
+        directory: of --compile-cache-dir, made if it is not there; None does nothing.
+        environment: of this process, whose children inherit it.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    if directory is None:
+        return
+    root = Path(directory).expanduser().resolve()
+    folder = root / versions()
+    is_warm = folder.is_dir() and any(folder.iterdir())
+    folder.mkdir(parents=True, exist_ok=True)
+    others = sorted(path.name for path in root.iterdir() if path.is_dir() and path != folder)
+    logger.info("compiled kernels are %s %s", "read from" if is_warm else "kept in", folder)
+    if others and not is_warm:
+        logger.info("compiled kernels of other versions are not used: %s", ", ".join(others))
+    kept = [name for name in VARIABLES if name in environment and not environment[name].startswith(str(root))]
+    if kept:
+        logger.info("set in the environment, and left so: %s", ", ".join(kept))
+    for name, part in VARIABLES.items():
+        if name not in kept:
+            environment[name] = str(folder / part)
+
+
+def versions() -> str:
+    """Name the versions that compiled kernels depend on, as one folder name: "python3.11-torch2.11.0-triton3.6.0"."""
+    found = [f"python{sys.version_info.major}.{sys.version_info.minor}"]
+    for package in PACKAGES:
+        try:
+            found.append(f"{package}{importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "-".join(found)
+
+
+def passed_on() -> dict[str, str]:
+    """Return the variables as this process has them, for processes that do not inherit its environment."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}

@@ -1,0 +1,72 @@
+"""--compile-cache-dir: where compiled kernels go, what is said of it, and a run that fills the cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slime.ray.utils import actor_env
+from slime.utils.accelerator import compile_cache
+from tools import prewarm
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was logged."""
+    caplog.set_level("INFO")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def test_every_variable_points_below_the_folder_of_these_versions(tmp_path: Path, said: Callable[[], list[str]]):
+    environment: dict[str, str] = {}
+    compile_cache.use(tmp_path, environment)
+    folder = tmp_path / compile_cache.versions()
+    assert said() == [f"compiled kernels are kept in {folder}"]
+    assert environment == {name: str(folder / part) for name, part in compile_cache.VARIABLES.items()}
+
+
+def test_a_cache_that_holds_kernels_is_read(tmp_path: Path, said: Callable[[], list[str]]):
+    (tmp_path / compile_cache.versions() / "triton").mkdir(parents=True)
+    compile_cache.use(tmp_path, {})
+    assert said() == [f"compiled kernels are read from {tmp_path / compile_cache.versions()}"]
+
+
+def test_kernels_of_other_versions_are_left_alone_with_a_line(
+    tmp_path: Path, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / (old := compile_cache.versions()) / "triton").mkdir(parents=True)
+    monkeypatch.setattr(compile_cache.importlib.metadata, "version", lambda package: "99.0")
+    environment: dict[str, str] = {}
+    compile_cache.use(tmp_path, environment)
+    assert said()[1:] == [f"compiled kernels of other versions are not used: {old}"]
+    assert "torch99.0" in environment["TRITON_CACHE_DIR"]
+
+
+def test_a_variable_that_the_user_has_set_stays_and_that_is_said(tmp_path: Path, said: Callable[[], list[str]]):
+    environment = {"TRITON_CACHE_DIR": "/somewhere"}
+    compile_cache.use(tmp_path, environment)
+    assert said()[1:] == ["set in the environment, and left so: TRITON_CACHE_DIR"]
+    assert environment["TRITON_CACHE_DIR"] == "/somewhere"
+
+
+def test_actors_of_a_ray_that_ran_before_get_the_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in compile_cache.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert not compile_cache.VARIABLES.keys() & actor_env().keys()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert actor_env()["TRITON_CACHE_DIR"] == os.environ["TRITON_CACHE_DIR"]
+
+
+def test_a_prewarming_run_saves_nothing_and_begins_anew() -> None:
+    flags = ["--save", "/runs/a", "--save-interval=5", "--lr", "1e-6", "--use-wandb", "--num-rollout", "3000"]
+    assert prewarm.short_run([*flags, "--load", "/runs/a"], "/scratch") == [
+        "--lr",
+        "1e-6",
+        "--num-rollout",
+        "2",
+        "--output-dir",
+        "/scratch",
+    ]
