@@ -8,9 +8,11 @@ Three colocated runs of train.py with random weights, in bf16, and the trainer a
 1. the 4B shape with adapters of rank 32 that engines serve: the time of a sync and its parts, the distance between the
    log-probs of trainer and engine, beside the distance between the adapter's and the base's (by k3 KL). The engine
    gives its memory up for every training, so each of these log-probs comes from an engine that has woken;
-2. the same with --lora-serve merged: tokens a second beside those with adapters;
+2. the same engine without adapters, as merged weights need it, and no trainer: tokens a second beside those with
+   adapters;
 3. a small model with experts, whose adapters the engine serves, while the first run starts;
-4. a train step of the 4B shape with all weights, and with adapters: time and peak memory (gpu_train_step.py).
+4. a train step of the 4B shape with all weights, and with adapters, in short and in long micro-batches: time and peak
+   memory (gpu_train_step.py).
 
 Runs are kept in DIR/runs; what has ended well is not repeated.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -50,7 +53,9 @@ from benchmarks.gpu_runs import (  # noqa: E402
 SYNC_S, GAP, ARRIVED = 0.050, 0.02, 0.25
 """Targets: of a sync, of the mean distance of log-probs, and of that distance over the adapter's own effect."""
 PARTS = ("pack", "pause", "send")
-STEP = re.compile(r"^  whole +([\d.]+) ms  peak memory ([\d.]+) GiB", re.MULTILINE)
+STEP = re.compile(
+    r"micro-batches of (\d+);.*?^  train +([\d.]+) ms.*?^  whole .*?peak memory ([\d.]+) GiB", re.MULTILINE | re.DOTALL
+)
 
 
 def main() -> None:
@@ -58,7 +63,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="rollouts of a run")
     parser.add_argument("--skip", nargs="*", default=[], choices=["moe", "merged", "steps"], help="parts to leave out")
     options = parse_options(parser)
-    adapters, experts = lora_run("adapter", options), moe_run(options)
+    adapters, experts = lora_run(options), moe_run(options)
     with ThreadPoolExecutor(1) as beside:
         waiting = None if "moe" in options.skip else beside.submit(run_train, experts, options)
         run_train(adapters, options)
@@ -72,7 +77,7 @@ def main() -> None:
     if "steps" not in options.skip:
         rows += step_rows(options, shape)
     if "merged" not in options.skip:
-        merged = lora_run("merged", options)
+        merged = plain_run(options)
         run_train(merged, options)
         rows += decode_rows(series, series_of(merged, options), shape)
     sys.exit(report(rows, options))
@@ -96,13 +101,26 @@ def lora_flags(model: str, options: Namespace) -> list[Any]:
     return [*flags, "--use-kl-loss", "--kl-loss-coef", "1e-4", "--kl-loss-type", "k3"]
 
 
-def lora_run(serve: str, options: Namespace) -> Run:
-    """The 4B shape, colocated."""
+def rollout_flags(options: Namespace, more: list[Any]) -> tuple[str, ...]:
+    """Of the runs of the 4B shape."""
     prompts, samples, response = (4, 4, 16) if options.tiny else (16, 8, 256)
+    if not options.tiny:
+        more += ["--sglang-cuda-graph-bs-decode", prompts * samples]  # one graph in place of 20: a minute of the start
+    return grpo_flags(prompts=prompts, samples=samples, response=response, rollouts=options.steps, more=more)
+
+
+def lora_run(options: Namespace) -> Run:
+    """The 4B shape, colocated, its adapters served."""
     model = "tiny" if options.tiny else "4B"
-    more = [*colocated(options, tokens=4096, engine_share=0.45), *lora_flags(model, options), "--lora-serve", serve]
-    flags = grpo_flags(prompts=prompts, samples=samples, response=response, rollouts=options.steps, more=more)
-    return Run(f"lora-{serve}", model, flags)
+    more = [*colocated(options, tokens=4096, engine_share=0.45), *lora_flags(model, options)]
+    return Run("lora-adapter", model, rollout_flags(options, more))
+
+
+def plain_run(options: Namespace) -> Run:
+    """The engine of the same shape alone, without adapters."""
+    engine = [] if options.tiny else shlex.split(options.engine_flags)
+    more = ["--debug-rollout-only", "--rollout-num-gpus", 1, *engine]
+    return Run("lora-plain", "tiny" if options.tiny else "4B", rollout_flags(options, more))
 
 
 def moe_run(options: Namespace) -> Run:
@@ -169,54 +187,51 @@ def wake_row(series: Series, shape: str) -> Row:
     return Row(what, shape, f"{sleep:.2f} + {wake:.2f} s", "", None, "log-probs above", True, note)
 
 
-def decode_rows(adapter: Series, merged: Series, shape: str) -> list[Row]:
-    """Tokens a second of whole rollouts, and how exact merged weights are."""
-    rates = [median_of(series, "perf/tokens_per_gpu_per_sec", skip=1) for series in (adapter, merged)]
+def decode_rows(adapter: Series, plain: Series, shape: str) -> list[Row]:
+    """Tokens a second of whole rollouts."""
+    rates = [median_of(series, "perf/tokens_per_gpu_per_sec", skip=1) for series in (adapter, plain)]
     what = "rollout: tokens/s with adapters over merged weights"
     if rates[0] is None or rates[1] is None:
         return [not_measured(what, shape, "printed", "a run logged no rollout after its first")]
-    figure = f"{rates[0]:.0f} / {rates[1]:.0f} tok/s"
-    sync = median_of(merged, "perf/update_weights_time")
-    note = "" if sync is None else f"a sync of merged weights {1e3 * sync:.0f} ms"
-    row = Row(what, shape, figure, "", rates[0] / rates[1], "printed", True, note)
-    return [row, *arrival_rows(merged, f"{shape}, merged")]
+    return [Row(what, shape, f"{rates[0]:.0f} / {rates[1]:.0f} tok/s", "", rates[0] / rates[1], "printed", True)]
 
 
 def step_rows(options: Namespace, shape: str) -> list[Row]:
     """A step of the trainer with adapters beside one with all weights."""
-    sizes = ["--tokens", "16384", "--length", "1024", "--micro-batch-tokens", "2048", "--steps", "4", "--shape", "4B"]
+    sizes = ["--tokens", "16384", "--length", "1024", "--micro-batch-tokens", "2048", "16384"]
+    sizes += ["--steps", "3", "--shape", "4B"]
     if options.tiny:
-        sizes = ["--tokens", "1024", "--length", "128", "--micro-batch-tokens", "512", "--steps", "2"]
+        sizes = ["--tokens", "1024", "--length", "128", "--micro-batch-tokens", "512", "1024", "--steps", "1"]
         sizes += ["--shape", "tiny", "--accelerator", "cpu"]
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     layouts = {"all weights": recompute, "adapters": f"{recompute} --lora-rank {rank_of(options)}"}
-    measured = {name: one_step(options, name, [*sizes, f"--layout={layout}"]) for name, layout in layouts.items()}
+    full, ours = (steps_of(options, name, [*sizes, f"--layout={layout}"]) for name, layout in layouts.items())
     what = "train step of 16,384 tokens, adapters over all weights"
-    if not all(measured.values()):
-        failed = ", ".join(name for name, values in measured.items() if not values)
-        return [not_measured(what, shape, "printed", f"no figures with {failed}: see {options.output}/step-*.log")]
+    if not full or len(full) != len(ours):
+        return [not_measured(what, shape, "printed", f"figures are missing: see {options.output}/step-*.log")]
     rows = []
-    for number, unit in enumerate(("ms", "GiB")):
-        full, ours = (values[number] for values in measured.values())
-        name = what if unit == "ms" else "its peak memory"
-        ratio = ours / full if full else None
-        rows.append(Row(name, shape, f"{ours:.1f} / {full:.1f} {unit}", "", ratio, "printed", True, recompute))
+    for size in full:
+        for number, unit in enumerate(("ms", "GiB")):
+            one, other = ours[size][number], full[size][number]
+            name = f"{what if unit == 'ms' else 'its peak memory'}, micro-batches of {size}"
+            figure, ratio = f"{one:.1f} / {other:.1f} {unit}", one / other if other else None
+            rows.append(Row(name, shape, figure, "", ratio, "printed", True, recompute))
     return rows
 
 
-def one_step(options: Namespace, name: str, arguments: list[str]) -> tuple[float, ...]:
-    """Milliseconds and GiB of a step; empty where it failed."""
+def steps_of(options: Namespace, name: str, arguments: list[str]) -> dict[str, tuple[float, float]]:
+    """Size of micro-batches -> milliseconds and GiB of a train step; empty where it failed."""
     command = [sys.executable, str(ROOT / "benchmarks/gpu_train_step.py"), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout, cwd=ROOT)
     except subprocess.TimeoutExpired:
-        return ()
+        return {}
     log = options.output / f"step-{name.replace(' ', '-')}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text(done.stdout + done.stderr)
-    matched = STEP.search(done.stdout)
-    print(f"step with {name}: {matched[0].strip() if matched else done.stderr.strip()[-300:]}", flush=True)
-    return tuple(map(float, matched.groups())) if matched else ()
+    found = {size: (float(ms), float(gib)) for size, ms, gib in STEP.findall(done.stdout)}
+    print(f"step with {name}: {found or done.stderr.strip()[-300:]}", flush=True)
+    return found
 
 
 if __name__ == "__main__":

@@ -57,11 +57,11 @@ def main() -> None:
     parser.add_argument("--layout", default="", help="more flags of train.py: parallel sizes, recomputation")
     parser.add_argument("--tokens", type=int, default=16384, help="of a data-parallel rank and step")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
-    parser.add_argument("--micro-batch-tokens", type=int, default=16384)
+    parser.add_argument("--micro-batch-tokens", type=int, nargs="+", default=[16384], help="one size after the other")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--profile", type=int, default=0, help="print so many of the most expensive kernels of a step")
     parser.add_argument("--accelerator", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--result", type=Path, help="also write the figures to this JSON file")
+    parser.add_argument("--result", type=Path, help="also write the figures, of the last size, to this JSON file")
     parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--meet", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -104,10 +104,13 @@ def run_rank(options: argparse.Namespace) -> None:
     port, _ = options.meet.split(":", 1)
     actor = start_trainer(args, options, int(port))
     layout = actor.parallel_config()
-    share = make_share(args, options, layout)
-    timed = [one_rollout(actor, i, share) for i in range(WARM_UP + options.steps)][WARM_UP:]
-    if options.rank == 0:
-        report(args, options, layout, timed)
+    for size in options.micro_batch_tokens:
+        share = make_share(args.replace(max_tokens_per_gpu=size), options, layout)
+        if options.accelerator == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        timed = [one_rollout(actor, i, share) for i in range(WARM_UP + options.steps)][WARM_UP:]
+        if options.rank == 0:
+            report(args, options, layout, timed, size)
     if options.profile:
         profile(actor, share, options)
     torch.distributed.barrier()
@@ -126,7 +129,7 @@ def flags(options: argparse.Namespace) -> Any:
         f"--rollout-batch-size {options.num_gpus} --global-batch-size {options.num_gpus} "
         f"--rollout-max-response-len {options.length - PROMPT} --rollout-max-prompt-len {PROMPT} "
         "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --use-dynamic-batch-size "
-        f"--max-tokens-per-gpu {options.micro_batch_tokens} --actor-num-gpus-per-node {options.num_gpus} "
+        f"--max-tokens-per-gpu {max(options.micro_batch_tokens)} --actor-num-gpus-per-node {options.num_gpus} "
         f"--recompute-old-log-probs --log-probs-chunk-size 4096 --lr 1e-6 --output-dir {work}/out {options.layout}"
     )
     args = parse_args(argv=line.split())
@@ -204,8 +207,10 @@ def one_rollout(actor: Any, rollout_id: int, share: dict[str, Any]) -> dict[str,
     return {"whole": whole, "log-probs": seconds["log_probs"], "train": seconds["actor_train"]}
 
 
-def report(args: Any, options: argparse.Namespace, layout: dict[str, int], timed: list[dict[str, float]]) -> None:
-    """Print one line per part."""
+def report(
+    args: Any, options: argparse.Namespace, layout: dict[str, int], timed: list[dict[str, float]], size: int
+) -> None:
+    """Print one line per part, of micro-batches of `size` tokens."""
     import torch
 
     from slime.utils.flops_utils import calculate_fwd_flops
@@ -217,7 +222,10 @@ def report(args: Any, options: argparse.Namespace, layout: dict[str, int], timed
     name = f"{options.shape} x {options.num_gpus} GPUs {options.layout}".strip()
     memory = torch.cuda.max_memory_allocated() / 2**30 if options.accelerator == "cuda" else 0.0
     found = {"memory_gib": memory, "tokens": tokens, "matmul_tflops": peak}
-    print(f"{name}: {options.tokens} tokens a rank and step; bf16 matmul of this GPU: {peak:.0f} TFLOP/s")
+    print(
+        f"{name}: {options.tokens} tokens a rank and step, micro-batches of {size}; "
+        f"bf16 matmul of this GPU: {peak:.0f} TFLOP/s"
+    )
     for part, passes in (("log-probs", 1), ("train", 3)):
         each = [step[part] for step in timed]
         seconds = statistics.median(each)
