@@ -119,7 +119,7 @@ def lora_run(options: Namespace) -> Run:
 def plain_run(options: Namespace) -> Run:
     """The engine of the same shape alone, without adapters."""
     engine = [] if options.tiny else shlex.split(options.engine_flags)
-    more = ["--debug-rollout-only", "--rollout-num-gpus", 1, *engine]
+    more = ["--debug-rollout-only", "--rollout-num-gpus", 1, "--max-tokens-per-gpu", 4096, *engine]
     return Run("lora-plain", "tiny" if options.tiny else "4B", rollout_flags(options, more))
 
 
