@@ -31,6 +31,8 @@ LIMITS = {
 }
 # The public path of something that moved: it only imports its names, and is no file of ours.
 PUBLIC_PATHS = (
+    "slime.agent.harness.claude_code",
+    "slime.agent.harness.codex",
     "slime.agent.harness.common",
     "slime.backends.megatron_utils.arguments",
     "slime.backends.megatron_utils.megatron_to_hf.processors",

@@ -13,7 +13,7 @@ import pytest
 
 from slime.agent import rollout, settings
 from slime.agent.gateway import Gateway
-from slime.agent.harness.scripted import ScriptedHarness
+from slime.agent.harness.programs import ScriptedHarness
 from slime.agent.sandbox.grading import Task, grade_tests
 from slime.agent.sandbox.local import LocalSandbox
 from slime.agent.sandbox.results import SandboxError

@@ -5,19 +5,16 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from slime.agent.harness.base import BaseHarness, HarnessContext
+from slime.agent.harness.programs import (
+    ClaudeCodeHarness,
+    CodexHarness,
+    MiniSweAgentHarness,
+    OpenCodeHarness,
+    ScriptedHarness,
+)
 from slime.utils.errors import UsageError, did_you_mean
 from slime.utils.misc import load_function
-
-if TYPE_CHECKING:
-    from slime.agent.harness.claude_code import ClaudeCodeHarness
-    from slime.agent.harness.codex import CodexHarness
-    from slime.agent.harness.mini_swe_agent import MiniSweAgentHarness
-    from slime.agent.harness.opencode import OpenCodeHarness
-    from slime.agent.harness.scripted import ScriptedHarness
 
 __all__ = [
     "HARNESSES",
@@ -31,22 +28,10 @@ __all__ = [
     "make_harness",
 ]
 
-HARNESSES = {
-    "claude_code": "slime.agent.harness.claude_code:ClaudeCodeHarness",
-    "codex": "slime.agent.harness.codex:CodexHarness",
-    "mini_swe_agent": "slime.agent.harness.mini_swe_agent:MiniSweAgentHarness",
-    "opencode": "slime.agent.harness.opencode:OpenCodeHarness",
-    "scripted": "slime.agent.harness.scripted:ScriptedHarness",
+HARNESSES: dict[str, type[BaseHarness]] = {
+    kind.name: kind
+    for kind in (ClaudeCodeHarness, CodexHarness, MiniSweAgentHarness, OpenCodeHarness, ScriptedHarness)
 }
-"""Name -> where its class is; loaded when asked for."""
-
-
-def __getattr__(name: str) -> Any:
-    for path in HARNESSES.values():
-        module, _, class_name = path.partition(":")
-        if class_name == name:
-            return getattr(importlib.import_module(module), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def make_harness(name: str) -> BaseHarness:
@@ -61,7 +46,7 @@ def make_harness(name: str) -> BaseHarness:
             f" {', '.join(HARNESSES)}, or name a class of yours as package.module:Class"
         )
     try:
-        kind = load_function(HARNESSES.get(name, name))
+        kind = HARNESSES.get(name) or load_function(name)
     except ImportError as error:
         raise UsageError(f"agent harness {name!r}: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, BaseHarness)):
