@@ -43,7 +43,7 @@ def load(args: Any) -> None:
     import torch.distributed as dist
 
     from slime.backends.fsdp_utils.model import build_policy, make_mesh
-    from slime.backends.fsdp_utils.shards import local
+    from slime.backends.fsdp_utils.optimizer import local
     from slime.backends.fsdp_utils.weights import load_hf, named_parameters
 
     dist.barrier()

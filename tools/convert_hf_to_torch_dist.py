@@ -141,12 +141,13 @@ def convert(args: argparse.Namespace) -> None:
     args.params_dtype = usual or torch.float32
     initialize.init(args, rank=0, world_size=1, master_addr="127.0.0.1", master_port=listen_anywhere("127.0.0.1"))
     try:
-        from slime.backends.megatron_utils.checkpoint.hf_to_torch_dist import (
+        from slime.backends.megatron_utils.checkpoint.torch_dist_writer import (
             HfWeights,
             check_vocabulary,
             model_without_memory,
+            parameters_of,
+            write_release,
         )
-        from slime.backends.megatron_utils.checkpoint.torch_dist_writer import parameters_of, write_release
 
         start = time.perf_counter()
         weights = HfWeights(args, reader, stored)

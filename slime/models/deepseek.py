@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from operator import attrgetter, itemgetter
 
-from slime.models.family import Config, Part, Predictions, family_of_parts, layer_rule
-from slime.models.parts import BASE, EXPERT_RULES, MLP, SIGMOID_ROUTER, mlp_rules
+from slime.models.family import (
+    BASE,
+    EXPERT_RULES,
+    MLP,
+    SIGMOID_ROUTER,
+    Config,
+    Part,
+    Predictions,
+    family_of_parts,
+    layer_rule,
+    mlp_rules,
+)
 
 LATENT_ATTENTION = Part(
     (

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.models.deepseek import DEEPSEEK
-from slime.models.family import Family
+from slime.models.family import LLAMA, Family
 from slime.models.glm import GLM
 from slime.models.layouts import GateUpTogether
 from slime.models.minimax import MINIMAX
-from slime.models.parts import LLAMA
 from slime.models.qwen import QWEN
 from slime.plugins import Table
 from slime.utils.errors import UsageError

@@ -3,7 +3,8 @@
 `Family` is the row, `Part` what several families are made of (attention, experts, ...), `Rule` a Megatron parameter
 with the HF tensors that it holds. Rules are read in both directions (export and weight sync; loading), so that they
 cannot disagree. They work on full tensors; how a full tensor is cut over tensor-parallel ranks belongs to the layout
-(layouts.py), because a gated MLP's two halves are cut one by one. All rows: slime.models.families.FAMILIES.
+(layouts.py), because a gated MLP's two halves are cut one by one. All rows: slime.models.families.FAMILIES. Parts
+that families of several makers share are here, and Llama, made of them; those of one maker are with its families.
 
 Example: in a Qwen3 model with 2 query groups, "decoder.layers.3.self_attention.linear_qkv.weight" holds the rows [q
 of group 0, k of group 0, v of group 0, q of group 1, ...] and becomes
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from slime.models.layouts import Layout, Same
+from slime.models.layouts import GateUp, Layout, Qkv, Same, Vocab
 from slime.weights.names import text_config
 
 Config = Mapping[str, Any]
@@ -295,3 +296,64 @@ def numbered_in_model(name: str, num_layers: int) -> str:
 def strip_wrappers(name: str) -> str:
     """Drop the "module." prefixes that Megatron's wrappers put before a parameter's name."""
     return re.sub(r"^(module\.)+", "", name)
+
+
+BASE = Part(
+    (
+        Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Vocab()),
+        Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
+        Rule("output_layer.weight", ("lm_head.weight",), Vocab()),  # absent in both when embeddings are tied
+        layer_rule("input_layernorm.weight", "input_layernorm.weight"),
+        layer_rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    )
+)
+ATTENTION = Part(
+    (
+        layer_rule("self_attention.linear_qkv.weight", *(f"self_attn.{n}_proj.weight" for n in "qkv"), layout=Qkv()),
+        layer_rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+    )
+)
+QK_NORM = Part(
+    tuple(layer_rule(f"self_attention.{n}_layernorm.weight", f"self_attn.{n}_norm.weight") for n in "qk"),
+    flags={"qk_layernorm": True},
+)
+
+
+def mlp_rules(megatron: str, hf: str) -> tuple[Rule, Rule]:
+    """Return the rules of a gated MLP at these places of a layer."""
+    return (
+        layer_rule(f"{megatron}.linear_fc1.weight", f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight", layout=GateUp()),
+        layer_rule(f"{megatron}.linear_fc2.weight", f"{hf}.down_proj.weight"),
+    )
+
+
+MLP = Part(mlp_rules("mlp", "mlp"))
+EXPERT_RULES = (
+    layer_rule("mlp.router.weight", "mlp.gate.weight"),
+    *mlp_rules("mlp.experts.local_experts.{e}", "mlp.experts.{e}"),
+)
+
+
+def qkv_bias(name: str | None = None) -> Part:
+    """Return the biases of queries, keys and values; the field `name` says whether they are there, without it all."""
+    rule = layer_rule("self_attention.linear_qkv.bias", *(f"self_attn.{n}_proj.bias" for n in "qkv"), layout=Qkv())
+    return Part((rule,), flags={"add_qkv_bias": True if name is None else lambda hf: bool(hf[name])})
+
+
+SIGMOID_ROUTER = {
+    "moe_router_topk": lambda hf: hf["num_experts_per_tok"],
+    "moe_router_score_function": "sigmoid",
+    "moe_router_dtype": "fp32",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.0,  # pre-training balances the load with it; here it is the model's
+    "moe_shared_expert_gate": False,
+}
+"""Flags of experts that are chosen by sigmoid scores and a bias."""
+
+
+def aux_loss_coeff(hf: Config) -> Any:
+    """Return the weight of the load-balancing loss, which transformers adds when it returns the router's logits."""
+    return hf.get("router_aux_loss_coef", 0.001) if hf.get("output_router_logits") else 0.0
+
+
+LLAMA = family_of_parts("llama", BASE, ATTENTION, MLP, defaults={"num_key_value_heads": None}, hf_class="Llama")

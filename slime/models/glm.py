@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from slime.models.deepseek import INDEXER, LATENT_WITH_EXPERTS, SHARED_EXPERTS
-from slime.models.family import Part, Predictions, family_of_parts, layer_rule
+from slime.models.family import ATTENTION, BASE, MLP, QK_NORM, Part, Predictions, family_of_parts, layer_rule, qkv_bias
 from slime.models.layouts import GateUpTogether
-from slime.models.parts import ATTENTION, BASE, MLP, QK_NORM, qkv_bias
 
 _NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")
 SANDWICH = Part(

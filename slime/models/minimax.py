@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from operator import attrgetter, itemgetter
 
-from slime.models.family import Config, Part, family_of_parts, layer_rule
+from slime.models.family import (
+    ATTENTION,
+    BASE,
+    QK_NORM,
+    SIGMOID_ROUTER,
+    Config,
+    Part,
+    aux_loss_coeff,
+    family_of_parts,
+    layer_rule,
+)
 from slime.models.layouts import GateUp
-from slime.models.parts import ATTENTION, BASE, QK_NORM, SIGMOID_ROUTER, aux_loss_coeff
 from slime.models.rope import rope_of
 
 

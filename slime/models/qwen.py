@@ -5,9 +5,22 @@ from __future__ import annotations
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from slime.models.family import Config, Part, Predictions, family_of_parts, layer_rule
+from slime.models.family import (
+    ATTENTION,
+    BASE,
+    EXPERT_RULES,
+    MLP,
+    QK_NORM,
+    Config,
+    Part,
+    Predictions,
+    aux_loss_coeff,
+    family_of_parts,
+    layer_rule,
+    mlp_rules,
+    qkv_bias,
+)
 from slime.models.layouts import DeltaNetConv, DeltaNetRows, DeltaNetRowsApart, GatedQkv, Layout, SwappedHalves
-from slime.models.parts import ATTENTION, BASE, EXPERT_RULES, MLP, QK_NORM, aux_loss_coeff, mlp_rules, qkv_bias
 from slime.utils.model_shape import linear_attention_pattern
 
 

@@ -31,7 +31,7 @@ from slime.rollout.sampling.engine_request import (
 )
 from slime.rollout.sampling.generation import GenerateState, tokenize_prompt
 from slime.utils.errors import HttpError
-from slime.utils.http.outages import OUTAGES
+from slime.utils.http.network import OUTAGES
 from slime.utils.http_utils import is_new_incident, is_refused, stream_events
 from slime.utils.types import Sample
 

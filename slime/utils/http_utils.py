@@ -7,7 +7,7 @@ one of the generations that it is to end has ended.
     4xx                                            fails at once with its body: asking again cannot help
     5xx, a lost or refused connection, half a JSON tried again with back-off, for `retry_window_s`
     no complete answer in time                     fails: whoever was asked may still be working on it
-    a server with an outage (slime.utils.http.outages)  waits for its end, and is then sent as if for the first time
+    a server with an outage (slime.utils.http.network)  waits for its end, and is then sent as if for the first time
 
 Failures of a server that follow each other closely are one incident, of which one warning is logged.
 
@@ -40,8 +40,7 @@ from slime.processes.progress import went_on
 from slime.utils.async_utils import AsyncLoopThread
 from slime.utils.errors import HttpError
 from slime.utils.http.api_keys import headers_for
-from slime.utils.http.network import SLIME_HOST_IP_ENV
-from slime.utils.http.outages import OUTAGES, origin
+from slime.utils.http.network import OUTAGES, SLIME_HOST_IP_ENV, origin
 from slime.utils.misc import get_current_node_ip, get_free_port, is_port_available
 
 if TYPE_CHECKING:

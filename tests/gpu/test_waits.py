@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from slime.backends.megatron_utils import loss as log_probs_module
 from slime.backends.megatron_utils import loss as losses
 from slime.backends.megatron_utils.data import Packing
-from slime.backends.megatron_utils.loss import log_probs as log_probs_module
 from slime.backends.megatron_utils.megatron_patch import fused_clipping
 from slime.training.micro_batches import MicroBatches, to_tensors
 from tests.training.algorithms import loss_world

@@ -81,7 +81,7 @@ def train_and_measure(args: Any, out: Path, **changes: Any) -> dict[str, int]:
     """Train, saving weights and records; returns the most bytes that a loss's log-probs kept for the backward pass,
     and the most rows of logits that were ever softmaxed at a time."""
     from slime.backends.megatron_utils import loss
-    from slime.backends.megatron_utils.loss import log_probs as log_probs_module
+    from slime.backends.megatron_utils import loss as log_probs_module
 
     kept = {"bytes": 0, "rows": 0}
     real_loss, real_log_probs = loss.LOSS_FUNCTIONS["policy_loss"], log_probs_module.calculate_log_probs_and_entropy

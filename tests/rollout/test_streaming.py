@@ -21,7 +21,7 @@ from slime.rollout.sampling.generation import GenerateState
 from slime.rollout.sglang_streaming_rollout import generate_streaming
 from slime.utils import async_utils, http_utils
 from slime.utils.errors import HttpError
-from slime.utils.http.outages import Outages
+from slime.utils.http.network import Outages
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import rollout_args, serve
 

@@ -14,7 +14,7 @@ from slime.processes.registry import registry
 from slime.ray.rollout import watches
 from slime.ray.rollout.watches import EngineEnds
 from slime.utils.errors import HttpError
-from slime.utils.http.outages import Outages
+from slime.utils.http.network import Outages
 
 ROUTER = "http://127.0.0.1:3000"
 

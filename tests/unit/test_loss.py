@@ -9,8 +9,7 @@ import torch
 
 from slime.backends.megatron_utils import loss as losses
 from slime.backends.megatron_utils.data import Packing
-from slime.backends.megatron_utils.loss import log_probs as log_probs_module
-from slime.backends.megatron_utils.loss.log_probs import DeferredLogits
+from slime.backends.megatron_utils.loss import DeferredLogits
 from slime.training.micro_batches import MicroBatches, to_tensors
 from slime.training.reports import reduce_reports
 from tests.training.algorithms import loss_world
@@ -22,7 +21,7 @@ ONE_RANK = SimpleNamespace(size=lambda: 1)
 @pytest.fixture(autouse=True)
 def no_tensor_parallelism(monkeypatch):
     parallel = SimpleNamespace(get_tensor_model_parallel_group=lambda: None)
-    monkeypatch.setattr(log_probs_module, "parallel_state", parallel)
+    monkeypatch.setattr(losses, "parallel_state", parallel)
 
 
 def make_args(**changes):

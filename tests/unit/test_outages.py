@@ -12,7 +12,7 @@ import pytest
 
 from slime.utils import http_utils
 from slime.utils.errors import HttpError
-from slime.utils.http.outages import OUTAGES
+from slime.utils.http.network import OUTAGES
 
 BUSY = b'{"error": "no_available_workers"}'
 

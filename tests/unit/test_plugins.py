@@ -130,7 +130,7 @@ def test_two_packages_may_not_have_one_name(site: Path):
 
 
 def test_rewards_and_families_are_checked_for_what_they_are_called_with_and_as(site: Path):
-    groups = {"slime.rewards": {"x": "broken_rows:two"}, "slime.families": {"x": "slime.models.parts:LLAMA"}}
+    groups = {"slime.rewards": {"x": "broken_rows:two"}, "slime.families": {"x": "slime.models.family:LLAMA"}}
     install(site, "more", groups)
     (site / "broken_rows.py").write_text("def two(args, sample):\n    return 1.0\n")
     with pytest.raises(UsageError, match=r"two is called with \(args, response, sample\): too many positional"):

@@ -18,7 +18,7 @@ from slime.ray.rollout import watches
 from slime.ray.rollout.replacements import Replacements
 from slime.ray.utils import ActorFailure, ActorLost
 from slime.utils.errors import HttpError
-from slime.utils.http.outages import Outages
+from slime.utils.http.network import Outages
 
 ROUTER = "http://127.0.0.1:1"
 

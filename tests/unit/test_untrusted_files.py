@@ -18,8 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from slime.backends.megatron_utils.checkpoint.torch_dist_reader import TorchDistReader
-from slime.checkpoints.metadata import check_names, read_metadata
-from slime.checkpoints.paths import TRACKER_FILE
+from slime.checkpoints.paths import TRACKER_FILE, check_names, read_metadata
 from slime.config.megatron.arguments import checkpoint_shape_problems
 from slime.conversion.reader import RawTensors
 from slime.utils.errors import UsageError

@@ -1,7 +1,6 @@
 """Mistral: Llama's layers and names of weights, without sliding windows."""
 
-from slime.models.family import Part, family_of_parts
-from slime.models.parts import ATTENTION, BASE, MLP
+from slime.models.family import ATTENTION, BASE, MLP, Part, family_of_parts
 
 NO_WINDOW = Part(
     refuses=lambda hf: {f"sliding_window {hf['sliding_window']}": hf["sliding_window"] is not None},

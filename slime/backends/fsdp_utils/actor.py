@@ -30,8 +30,7 @@ from slime.backends.fsdp_utils.checkpoint import (
 )
 from slime.backends.fsdp_utils.lora import adapters_of
 from slime.backends.fsdp_utils.model import build_policy, inputs_of, make_mesh
-from slime.backends.fsdp_utils.optimizer import ShardedAdamW
-from slime.backends.fsdp_utils.shards import local
+from slime.backends.fsdp_utils.optimizer import ShardedAdamW, local
 from slime.backends.fsdp_utils.weights import WeightSource, load_hf, named_parameters, trained_parameters
 from slime.backends.megatron_utils.actor import MegatronBackend, TrainerOver
 from slime.backends.megatron_utils.checkpoint.hf_export import save_hf

@@ -25,8 +25,7 @@ from slime.backends.fsdp_utils.optimizer import ShardedAdamW
 from slime.backends.fsdp_utils.weights import HEAD, fixed_tensors, named_parameters, trained_parameters
 from slime.backends.megatron_utils.checkpoint.iterations import UnfinishedCheckpoint
 from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loading
-from slime.checkpoints.metadata import check_names
-from slime.checkpoints.paths import MODEL_SHAPE_FILE, iteration_dir, resolve_checkpoint_dir
+from slime.checkpoints.paths import MODEL_SHAPE_FILE, check_names, iteration_dir, resolve_checkpoint_dir
 from slime.training.adapters import compare_base, refuse_adapters_alone
 from slime.training.backend import CheckpointSource
 from slime.training.resume import gives_way_to_a_full_disk, together

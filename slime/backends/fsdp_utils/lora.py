@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from slime.backends.fsdp_utils.shards import local, local_rows, sharded_as
+from slime.backends.fsdp_utils.optimizer import local, local_rows, sharded_as
 from slime.config.args import Args
 from slime.config.megatron.lora_plan import LoraPlan
 from slime.models.families import family_of_args

@@ -1,4 +1,7 @@
-"""AdamW over the shards of a policy as plain tensors: each operation on a DTensor takes the host some time."""
+"""AdamW over the shards of a policy as plain tensors: each operation on a DTensor takes the host some time.
+
+And a rank's part of a sharded tensor, and back.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,35 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from slime.backends.fsdp_utils.shards import local, sharded_as
 from slime.config.args import Args
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, live."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_rows(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """This rank's rows of a parameter (a live view), and the number of the first."""
+    if not isinstance(parameter, DTensor):
+        return parameter.data, 0
+    mesh = parameter.device_mesh
+    rows = -(-parameter.shape[0] // mesh.size(mesh.ndim - 1))
+    first = min(rows * mesh.get_local_rank(mesh.ndim - 1), parameter.shape[0])
+    return parameter.to_local().data, first
+
+
+def sharded_as(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """A shard (live) as part of a tensor that is sharded as a parameter is."""
+    if not isinstance(parameter, DTensor):
+        return shard
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        shard, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

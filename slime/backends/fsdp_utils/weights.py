@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from slime.backends.fsdp_utils.lora import HALVES, adapters_of
 from slime.backends.fsdp_utils.model import Policy
-from slime.backends.fsdp_utils.shards import local_rows
+from slime.backends.fsdp_utils.optimizer import local_rows
 from slime.conversion.reader import SafetensorsReader
 from slime.utils import accelerator
 from slime.utils.errors import UsageError

@@ -15,8 +15,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.checkpoints.metadata import check_names
-from slime.checkpoints.paths import MODEL_SHAPE_FILE, classify_checkpoint, resolve_checkpoint_dir
+from slime.checkpoints.paths import MODEL_SHAPE_FILE, check_names, classify_checkpoint, resolve_checkpoint_dir
 from slime.config.args import Args
 from slime.config.megatron import value_checks
 from slime.config.megatron.config_flags import add_config_flags

@@ -9,8 +9,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from slime.checkpoints.metadata import check_names
-from slime.checkpoints.paths import MODEL_SHAPE_FILE, classify_checkpoint, resolve_checkpoint_dir
+from slime.checkpoints.paths import MODEL_SHAPE_FILE, check_names, classify_checkpoint, resolve_checkpoint_dir
 from slime.config.args import Args
 from slime.config.lora_policies import policy_problems
 from slime.config.megatron.arguments import kernel_problems, megatron_problems

@@ -142,9 +142,9 @@ class Tracker(Protocol):
 CLASSES = {
     "wandb": "slime.observability.wandb_utils:WandbAdapter",
     "tensorboard": "slime.observability.tensorboard_utils:_TensorboardAdapter",
-    "mlflow": "slime.observability.trackers.mlflow_tracker:MlflowTracker",
-    "swanlab": "slime.observability.trackers.swanlab_tracker:SwanlabTracker",
-    "trackio": "slime.observability.trackers.trackio_tracker:TrackioTracker",
+    "mlflow": "slime.observability.trackers.services:MlflowTracker",
+    "swanlab": "slime.observability.trackers.services:SwanlabTracker",
+    "trackio": "slime.observability.trackers.services:TrackioTracker",
 }
 
 

@@ -34,7 +34,7 @@ from slime.ray.rollout.watches import EngineEnds, EngineLoads, RouterWatch, engi
 from slime.ray.utils import RayActor, actor_env, get
 from slime.utils import http_utils
 from slime.utils.errors import HttpError
-from slime.utils.http.outages import OUTAGES, origin
+from slime.utils.http.network import OUTAGES, origin
 from slime.utils.http_utils import init_http_client
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Engines that were lost, and others in their place (--use-fault-tolerance).
 
 A lost engine is taken from behind its router and ended at once; the others go on, and its requests are sent again.
-Where there is no other, requests to its router wait (`slime.utils.http.outages`) until one serves. When the driver
+Where there is no other, requests to its router wait (`slime.utils.http.network`) until one serves. When the driver
 says that there is room, another is started in its place, but only so many in an hour: an engine that is lost again and
 again would cost more than it gives. An external engine is not ours to end or to start: it is taken back when it
 answers again. Whoever is new has other weights than the trainer's: an engine of the trained model is put behind the
@@ -32,7 +32,7 @@ from slime.ray.rollout.watches import EngineWatch, LastHour
 from slime.ray.utils import ActorFailure, get
 from slime.utils.errors import HttpError, UsageError
 from slime.utils.http.api_keys import protect_engine
-from slime.utils.http.outages import OUTAGES
+from slime.utils.http.network import OUTAGES
 
 logger = logging.getLogger(__name__)
 

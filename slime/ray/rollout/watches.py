@@ -26,7 +26,7 @@ from slime.processes.wait import Watch
 from slime.ray.rollout.servers import ModelServers
 from slime.ray.utils import ActorFailure, get
 from slime.utils.errors import HttpError
-from slime.utils.http.outages import OUTAGES
+from slime.utils.http.network import OUTAGES
 
 logger = logging.getLogger(__name__)
 

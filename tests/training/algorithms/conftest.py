@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from slime.backends.megatron_utils import loss
-from slime.backends.megatron_utils.loss import log_probs
 
 
 @pytest.fixture(autouse=True)
@@ -17,5 +16,5 @@ def one_rank(monkeypatch):
         get_context_parallel_group=lambda check_initialized=True: None,
         get_data_parallel_group=lambda with_context_parallel=False: None,
     )
-    monkeypatch.setattr(log_probs, "parallel_state", alone)
+    monkeypatch.setattr(loss, "parallel_state", alone)
     monkeypatch.setattr(loss, "parallel_state", alone)

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from slime.checkpoints.metadata import read_metadata
+from slime.checkpoints.paths import read_metadata
 from slime.conversion.reader import TensorInfo
 from slime.utils.errors import UsageError
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from slime.checkpoints.metadata import check_names, read_metadata
+from slime.checkpoints.paths import check_names, read_metadata
 from slime.checkpoints.rollout_files import reason_of
 from slime.utils.errors import UsageError
 

@@ -25,8 +25,7 @@ from megatron.core.tensor_parallel import (
 
 from slime.backends.megatron_utils.layers.mtp import as_predicting, lend_embedding
 from slime.backends.megatron_utils.layers.routing import load_balancing_metrics
-from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values, loss_function
-from slime.backends.megatron_utils.loss.log_probs import DeferredLogits
+from slime.backends.megatron_utils.loss import DeferredLogits, get_log_probs_and_entropy, get_values, loss_function
 from slime.backends.megatron_utils.megatron_patch.known_shapes import known_shapes
 from slime.backends.megatron_utils.model.setup import TrainState
 from slime.backends.megatron_utils.model_provider import unwrap
