@@ -59,10 +59,11 @@ def get_reinforce_plus_plus_returns(
     loss_masks: Sequence[torch.Tensor],
     kl_coef: float,
     gamma: float,
+    token_rewards: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """REINFORCE++ (arXiv 2501.03262): discounted returns of r_t = -kl_coef * kl_t, plus the reward on the last token.
+    """REINFORCE++ (arXiv 2501.03262): discounted returns of the rewards of tokens (`get_token_rewards`).
 
-    Tokens are the trained ones, so the reward is on the last trained token; a fully masked sample gets zeros.
+    Tokens are the trained ones; a fully masked sample gets zeros.
 
     Args:
         rewards: [S].
@@ -70,19 +71,15 @@ def get_reinforce_plus_plus_returns(
         loss_masks: per sample [R], 1 = trained.
         kl_coef: weight of the KL penalty.
         gamma: discount per trained token.
+        token_rewards: per sample [R], of trained tokens beside the response's.
 
     Returns:
         Per sample [R], float32.
     """
-    returns = []
-    for reward, sample_kl, mask in zip(rewards, kl, loss_masks, strict=True):
+    returns = get_token_rewards(rewards, kl, loss_masks, kl_coef, token_rewards)
+    for of_sample, mask in zip(returns, loss_masks, strict=True):
         trained = mask.bool()
-        token_rewards = -kl_coef * sample_kl[trained].float()
-        of_sample = torch.zeros_like(sample_kl, dtype=torch.float32)
-        if len(token_rewards):
-            token_rewards[-1] += reward
-            of_sample[trained] = chunked_discounted_returns(token_rewards, gamma)
-        returns.append(of_sample)
+        of_sample[trained] = chunked_discounted_returns(of_sample[trained], gamma)
     return returns
 
 
@@ -128,7 +125,7 @@ def chunked_discounted_returns(rewards: torch.Tensor, discount: float, chunk_siz
     return returns.to(rewards.dtype)
 
 
-RETURNS: dict[str, Callable[[torch.Tensor, Tensors, Tensors, float, float], list[torch.Tensor]]] = {
+RETURNS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "broadcast": lambda rewards, kl, loss_masks, kl_coef, gamma: get_grpo_returns(rewards, kl),
     "discounted": get_reinforce_plus_plus_returns,
     "minus_kl": lambda rewards, kl, loss_masks, kl_coef, gamma: get_reinforce_plus_plus_baseline_advantages(
@@ -136,7 +133,8 @@ RETURNS: dict[str, Callable[[torch.Tensor, Tensors, Tensors, float, float], list
     ),
 }
 """Name -> fn(rewards [S], kl [S][R], loss masks [S][R], kl_coef, gamma) -> return of each token [S][R], which is its
-advantage too. "gae" is not here: it needs the values of a critic (`get_advantages_and_returns_batch`)."""
+advantage too. Where a rollout has rewards of tokens, an estimator whose row says `process` gets `token_rewards`
+[S][R], too. "gae" is not here: it needs the values of a critic (`get_advantages_and_returns_batch`)."""
 
 
 # ---- generalised advantage estimation
@@ -182,24 +180,31 @@ def _deltas(rewards: torch.Tensor, values: torch.Tensor, gamma: float) -> torch.
 
 
 def get_token_rewards(
-    rewards: torch.Tensor, kl: Sequence[torch.Tensor], loss_masks: Sequence[torch.Tensor], kl_coef: float
+    rewards: torch.Tensor,
+    kl: Sequence[torch.Tensor],
+    loss_masks: Sequence[torch.Tensor],
+    kl_coef: float,
+    token_rewards: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """r_t = -kl_coef * kl_t, plus the response's reward on its last trained token; masked tokens have 0.
+    """r_t = -kl_coef * kl_t + the token's own, plus the response's reward on its last trained token; 0 if masked.
 
     Args:
         rewards: [S].
         kl: per sample [R].
         loss_masks: per sample [R], 1 = trained; the reward of a fully masked sample is nowhere.
         kl_coef: weight of the KL penalty.
+        token_rewards: per sample [R], what trained tokens earned themselves (slime.rollout.hooks.process_rewards).
 
     Returns:
         Per sample [R], float32.
     """
     result = []
-    for reward, sample_kl, mask in zip(rewards, kl, loss_masks, strict=True):
+    for i, (reward, sample_kl, mask) in enumerate(zip(rewards, kl, loss_masks, strict=True)):
         trained = mask.bool().nonzero()[:, 0]
         of_sample = torch.zeros_like(sample_kl, dtype=torch.float32)
         of_sample[trained] = -kl_coef * sample_kl[trained].float()
+        if token_rewards is not None:
+            of_sample[trained] += token_rewards[i][trained].float()
         of_sample[trained[-1:]] += reward.float()
         result.append(of_sample)
     return result
@@ -352,7 +357,8 @@ class Advantages:
             group: ranks over which advantages are whitened.
 
         Raises:
-            ValueError: the custom function left a column out, or there is no teacher's column.
+            ValueError: the custom function left a column out, there is no teacher's column, or the estimator does not
+                use rewards of tokens, and there are some.
         """
         masks = data["loss_masks"]
         log_probs, ref_log_probs = data.get("log_probs"), data.get("ref_log_probs")
@@ -375,16 +381,19 @@ class Advantages:
     def _estimate(self, data: RolloutBatch) -> None:
         masks = data["loss_masks"]
         rewards = torch.tensor(data["rewards"], dtype=torch.float32, device=masks[0].device)
+        of_tokens = {"token_rewards": data["token_rewards"]} if "token_rewards" in data else {}
+        if of_tokens and not self.estimator.process:
+            raise ValueError("the rollout has token_rewards, which this --advantage-estimator does not use")
         if not self.estimator.needs_critic:
             returns_fn = function_of(RETURNS, self.estimator.returns)
-            data["returns"] = returns_fn(rewards, data["kl"], masks, self.kl_coef, self.gamma)
+            data["returns"] = returns_fn(rewards, data["kl"], masks, self.kl_coef, self.gamma, **of_tokens)
             data["advantages"] = list(data["returns"])
             return
         data["advantages"], data["returns"] = get_advantages_and_returns_batch(
             data["total_lengths"],
             data["response_lengths"],
             data["values"],
-            get_token_rewards(rewards, data["kl"], masks, self.kl_coef),
+            get_token_rewards(rewards, data["kl"], masks, self.kl_coef, **of_tokens),
             self.gamma,
             self.lambd,
             loss_masks=masks,

@@ -48,6 +48,9 @@ class Estimator:
     ratio: Literal["token", "sequence"] = "token"
     """Whether new / old probability is each token's own, or the geometric mean of its sample's trained tokens."""
     loss: str = "clipped"
+    process: bool = False
+    """Whether rewards of tokens and turns (Sample.token_rewards, turn_rewards) enter; with a baseline, theirs is
+    subtracted, too."""
     needs: tuple[str, ...] = ()
     """Switches that must be given with it, as attributes of args."""
 
@@ -100,6 +103,7 @@ _OWN = {
     "reinforce_plus_plus": Estimator(
         "arXiv 2501.03262: discounted returns of reward and KL, whitened over the batch; no groups",
         returns="discounted",
+        process=True,
         needs=("normalize_advantages",),
     ),
     "reinforce_plus_plus_baseline": Estimator(
@@ -111,6 +115,15 @@ _OWN = {
     "ppo": Estimator(
         "arXiv 1707.06347: A by GAE from a critic's values, with -kl_coef KL of a token and r on the last as rewards",
         returns="gae",
+        process=True,
+    ),
+    "turn_grpo": Estimator(
+        "DeepSeekMath, arXiv 2402.03300, section 4.1.3: A = grpo's + the sum of (r - mean) / std over this and later "
+        "turns, with mean and std of all turns of the group",
+        baseline="group_mean",
+        divides_by_std=True,
+        returns="discounted",
+        process=True,
     ),
     "rloo": Estimator("arXiv 2402.14740: A = r - mean of the group's other rewards", baseline="leave_one_out"),
     "remax": Estimator("arXiv 2310.10505: A = r - reward of the greedy response", baseline="greedy"),

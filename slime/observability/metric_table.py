@@ -64,6 +64,7 @@ FAMILIES: dict[str, tuple[MetricRow, ...]] = {
             ("rollout/rewards", "mean reward after the group's baseline is subtracted", "", "near 0 with a baseline"),
             ("rollout/advantages", "mean advantage over trained tokens", "", "near 0"),
             ("rollout/returns", "mean return over trained tokens"),
+            ("rollout/token_rewards", "mean reward of a trained token itself, after the group's baseline"),
             ("rollout/values", "mean value that the critic gave before the update (PPO)"),
             ("rollout/response_lengths", "mean tokens of a response, those of tools included", "tokens"),
             ("rollout/total_lengths", "mean tokens of prompt and response", "tokens"),
@@ -100,6 +101,8 @@ FAMILIES: dict[str, tuple[MetricRow, ...]] = {
                 "below 0.5",
             ),
             ("rollout/zero_std/count_<reward>", "groups all of whose samples got this reward", "groups"),
+            ("rollout/reward_part/<name>", "mean of a part of the reward, where --reward-key names several"),
+            ("rollout/process_reward", "mean over samples of what their tokens or turns earned, summed"),
             (
                 "rollout/source/<set>/share",
                 "share of the samples whose prompt is of this data set of a mixture",

@@ -23,6 +23,7 @@ from slime.observability.metric_utils import (
 )
 from slime.utils.eval_config import sources_of
 from slime.utils.misc import is_finite_number
+from slime.utils.rewards import reward_weights
 from slime.utils.types import Sample
 
 # Family of metrics -> attribute of a sample's trace (slime.observability.trace_utils)
@@ -109,6 +110,7 @@ def compute_metrics_from_samples(args: Args, samples: Sequence[Sample]) -> dict[
     metrics = sample_metrics(samples) | end_reasons(samples) | zero_std_counts(args, known) | of_sources(args, known)
     if samples:
         metrics["untrusted_reward"] = _mean([not sample.reward_is_trusted for sample in samples])
+    metrics |= reward_parts(args, known)
     if args.overlong_buffer_len is not None:
         metrics |= overlong_metrics(overlong_penalties(args, known))
     if args.log_reward_category:
@@ -138,6 +140,22 @@ def of_sources(args: Args, samples: Sequence[Sample]) -> dict[str, float]:
             found["zero_std_fraction"] = fraction
         metrics |= dict_add_prefix(found, f"source/{name}/")
     return metrics
+
+
+def reward_parts(args: Args, samples: Sequence[Sample]) -> dict[str, float]:
+    """Mean of each part that --reward-key names where it names several, and of what the tokens or turns of a sample
+    earned together.
+    """
+    dicts = [sample.reward for sample in samples if isinstance(sample.reward, dict)]
+    names = list(reward_weights(args.reward_key)) if args.reward_key and "=" in args.reward_key else []
+    values = {name: [reward[name] for reward in dicts if is_finite_number(reward.get(name))] for name in names}
+    metrics = {f"reward_part/{name}": _mean(found) for name, found in values.items() if found}
+    of_steps = [
+        sum(value or 0.0 for value in given)
+        for sample in samples
+        if (given := sample.token_rewards if sample.turn_rewards is None else sample.turn_rewards) is not None
+    ]
+    return metrics | ({"process_reward": _mean(of_steps)} if of_steps else {})
 
 
 def end_reasons(samples: Sequence[Sample]) -> dict[str, float]:

@@ -89,6 +89,17 @@ class RewardFn(Protocol):
     def __call__(self, args: Args, sample: Any, **kwargs: Any) -> Awaitable[Any]: ...
 
 
+class ProcessReward(Protocol):
+    """--process-reward-path: reward the tokens or the turns of a sample beside its response. Async or sync.
+
+    Called: for each finished sample of a training rollout once it is scored, unless it has `token_rewards` or
+        `turn_rewards` already, or its reward is not trusted.
+    Returns: a list with a number or None for each response token, or for each turn (a run of ones in the loss mask).
+    """
+
+    def __call__(self, args: Args, sample: Sample) -> list[float | None] | Awaitable[list[float | None]]: ...
+
+
 class DynamicFilter(Protocol):
     """--dynamic-sampling-filter-path: keep or drop a finished group (a dropped one is replaced by a new prompt).
 
@@ -337,6 +348,7 @@ HOOKS: dict[str, type] = {
     "custom_generate_function_path": GenerateFn,
     "rollout_sample_hook_path": SampleHook,
     "custom_rm_path": RewardFn,
+    "process_reward_path": ProcessReward,
     "dynamic_sampling_filter_path": DynamicFilter,
     "buffer_filter_path": BufferFilter,
     "rollout_sample_filter_path": RolloutSampleFilter,

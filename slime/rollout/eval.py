@@ -28,6 +28,7 @@ from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import image_options
+from slime.utils.rewards import part_of
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -186,7 +187,7 @@ def _reward(sample: Sample, key: str | None, name: str) -> float:
     value = sample.reward
     if isinstance(value, dict):
         assert key is not None, "a reward is checked when it is given"
-        value = value[key]
+        value = part_of(value, key, "--eval-reward-key")
     if value is None:
         raise RuntimeError(f"evaluation {name}: sample {sample.index} (status {sample.status.value}) has no reward")
     return float(value)

@@ -42,8 +42,14 @@ from slime.utils.train_data import MicroBatch, RolloutBatch
 SCHEDULE_KEYS = ("partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes")
 Columns = dict[str, list[np.ndarray]]
 """Columns of a share in host memory: per sample an array, of one value per response token."""
-FloatColumn = Literal["rollout_log_probs", "teacher_log_probs", "values", "returns"]
-FLOAT_COLUMNS: tuple[FloatColumn, ...] = ("rollout_log_probs", "teacher_log_probs", "values", "returns")
+FloatColumn = Literal["rollout_log_probs", "teacher_log_probs", "token_rewards", "values", "returns"]
+FLOAT_COLUMNS: tuple[FloatColumn, ...] = (
+    "rollout_log_probs",
+    "teacher_log_probs",
+    "token_rewards",
+    "values",
+    "returns",
+)
 
 
 def to_tensors(rollout_data: RolloutBatch, device: torch.device) -> RolloutBatch:

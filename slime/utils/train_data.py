@@ -69,6 +69,9 @@ class TrainData(TypedDict):
     """[S][R] by the engine."""
     teacher_log_probs: NotRequired[list[list[float]]]
     """[S][R] by the teacher (slime.rollout.on_policy_distillation)."""
+    token_rewards: NotRequired[list[list[float]]]
+    """[S][R] what trained tokens earned beside `rewards`, after the group's baseline; 0 elsewhere
+    (slime.rollout.hooks.process_rewards)."""
     rollout_routed_experts: NotRequired[list[Any]]
     """[S] arrays [prompt + R - 1, layers, topk]: the experts that the engine chose (--use-rollout-routing-replay)."""
     round_number: NotRequired[list[int]]
@@ -115,6 +118,8 @@ class TokenColumns(TypedDict, total=False):
     """[S][R] float32 by the engine; the split."""
     teacher_log_probs: list[torch.Tensor]
     """[S][R] by the teacher; the split, or a pass of the trainer (--opd-type megatron)."""
+    token_rewards: list[torch.Tensor]
+    """[S][R] float32 as in TrainData; read by the advantages."""
     log_probs: list[torch.Tensor]
     """[S][R] by the trainer before the update; a pass, absent when the first pass of the loss gives them."""
     ref_log_probs: list[torch.Tensor]
@@ -238,6 +243,7 @@ PER_TOKEN: dict[str, type[np.generic]] = {
     "loss_masks": np.int32,
     "rollout_log_probs": np.float32,
     "teacher_log_probs": np.float32,
+    "token_rewards": np.float32,
 }
 """Name and type of the columns, as the trainer takes them."""
 

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 
 from slime.utils.misc import decode_int32_meta_array
+from slime.utils.rewards import part_of, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -119,9 +120,7 @@ _PLAIN = frozenset({int, float, str, bool, type(None)})
 class Sample:
     """One prompt, one response, its reward and its mask.
 
-    Extra attributes may be set freely and survive `to_dict` / `from_dict`.
-
-    Example: a prompt of 3 tokens, a model turn [21, 22], a tool's answer [31] and a second model turn [23]::
+    Extra attributes survive `to_dict`. Example: a prompt of 3 tokens, turns [21, 22] and [23], a tool's answer [31]::
 
         tokens            = [11, 12, 13, 21, 22, 31, 23]
         response_length   = 4
@@ -173,6 +172,9 @@ class Sample:
     end_reason: str | None = None
     """One of `END_REASONS`; None = not ended, or whoever made the sample did not say."""
     teacher_log_probs: list[float] | None = None
+    token_rewards: list[float | None] | None = None
+    turn_rewards: list[float | None] | None = None
+    """[R], or one of each turn (run of ones in the loss mask): what it earned beside `reward`; None = nothing."""
     status: _Status = _Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     generate_function_path: str | None = None
@@ -202,18 +204,14 @@ class Sample:
         return sum(self.loss_mask) if self.loss_mask is not None else self.response_length
 
     def get_reward_value(self, args: Args) -> Any:
-        """The reward as a number: `reward`, or its entry `args.reward_key` when that flag is set."""
-        if not args.reward_key:
-            return self.reward
-        if not isinstance(self.reward, dict) or args.reward_key not in self.reward:
-            raise ValueError(f"--reward-key {args.reward_key}: the reward {self.reward!r} has no such key")
-        return self.reward[args.reward_key]
+        """The reward as a number: `reward`, or of its entries what `args.reward_key` says when that flag is set."""
+        return part_of(self.reward, args.reward_key, "--reward-key") if args.reward_key else self.reward
 
     @staticmethod
     def reward_of(args: Args, number: float) -> float | dict[str, float]:
         """A number as a reward that has every entry which --reward-key and --eval-reward-key read."""
         keys = (args.reward_key, args.eval_reward_key or args.reward_key) if args.reward_key else ()
-        return {key: number for key in keys if key} or number
+        return {name: part for key in keys if key for name, part in parts_of(number, key).items()} or number
 
     def counts(self, args: Args) -> bool:
         """Whether the reward says something: it is trusted, or --on-untrusted-reward keep."""
@@ -274,12 +272,10 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Append tokens to the response and keep every parallel list in step.
-
-        Lists are extended in place: a caller that holds `sample.loss_mask` sees what is appended.
+        """Append tokens to the response and to each parallel list, which is extended in place: its holders see them.
 
         Args:
-            args: needed only for what `meta_info` says about routed experts and speculative decoding.
+            args: only for routed experts and speculative decoding in `meta_info`.
             tokens: new token ids; None appends nothing (to take over `meta_info` alone).
             log_probs: one per token, by the engine; required for trainable tokens, forbidden for others.
             trainable: True for the model's own tokens; False (tool output, user turns) gets mask 0 and log-prob 0.0.
@@ -303,6 +299,8 @@ class Sample:
         self.response_length += len(tokens)
         mask = [1] * previous if self.loss_mask is None else self.loss_mask
         self.loss_mask = _extended(mask, [int(trainable)] * len(tokens))
+        if self.token_rewards is not None:
+            self.token_rewards = _extended(self.token_rewards, [None] * len(tokens))
         if self.rollout_log_probs is not None:
             new = log_probs if trainable and log_probs is not None else [0.0] * len(tokens)
             self.rollout_log_probs = _extended(self.rollout_log_probs, new)

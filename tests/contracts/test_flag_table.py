@@ -105,6 +105,7 @@ OURS = {
     "--on-untrusted-reward": "what a failed sandbox or grader does",
     "--on-stall": "what a stall does",
     "--output-dir": "where metrics and logs go",
+    "--process-reward-path": "rewards of tokens and turns",
     "--overlong-buffer-len": "soft overlong punishment",
     "--overlong-penalty-factor": "soft overlong punishment",
     "--max-engine-restarts-per-hour": "fault tolerance",

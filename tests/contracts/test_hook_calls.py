@@ -161,6 +161,13 @@ def test_a_reward_function_gets_one_sample(world: World, path: Paths, calls, nam
         assert isinstance(call.args[1], Sample) and call.args[1].status is Status.COMPLETED
 
 
+def test_a_process_reward_gets_each_scored_sample(world: World, path: Paths, calls):
+    manager = world.manager(process_reward_path=path("rate_tokens"), advantage_estimator="reinforce_plus_plus")
+    assert train_data(manager)["token_rewards"] == [[0.0], [0.0], [0.0, 1.0], [0.0, 1.0]]
+    for call in calls.of("rate_tokens"):
+        assert call.args[0] is manager.args and call.kwargs == {} and call.args[1].reward is not None
+
+
 def test_with_group_rm_a_reward_function_gets_the_samples_of_a_group(world: World, path: Paths, calls):
     manager = world.manager(custom_rm_path=path("reward_group"), group_rm=True)
     assert train_data(manager)["raw_reward"] == [10.0, 11.0, 10.0, 11.0]

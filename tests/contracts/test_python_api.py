@@ -36,6 +36,7 @@ SAMPLE = {
     **dict.fromkeys(("rollout_top_p_token_ids", "rollout_top_p_token_offsets", "rollout_routed_experts"), None),
     **dict.fromkeys(("teacher_log_probs", "generate_function_path", "custom_rm_path", "train_metadata"), None),
     "session_id": None,
+    **dict.fromkeys(("token_rewards", "turn_rewards"), None),
     "end_reason": None,
     "image_spans": None,
     "reward_is_trusted": True,

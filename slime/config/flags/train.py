@@ -207,7 +207,12 @@ class RewardFlags:
     rm_type: str | None = flag(None, "built-in reward; boxed_ in front takes the content of the last \\boxed{}")
     custom_rm_path: str | None = flag(None, "hook: async fn(args, sample) -> reward; lists with --group-rm or fan-out")
     reward_key: str | None = flag(
-        None, "key of the training reward where rewards are dicts, which are refused without it"
+        None,
+        "key of the training reward where rewards are dicts, which are refused without it; several with weights, as "
+        "correct=1,format=0.2, are summed and logged apart",
+    )
+    process_reward_path: str | None = flag(
+        None, "hook: fn(args, sample) -> a reward of each response token, or of each turn, beside the response's"
     )
     eval_reward_key: str | None = flag(
         None, "as --reward-key (default), for evaluation", needs=("eval_prompt_data", "eval_config")

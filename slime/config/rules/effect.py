@@ -141,6 +141,7 @@ _GENERATION = (
     "custom_generate_function_path",
     "rm_type",
     "custom_rm_path",
+    "process_reward_path",
     "dynamic_sampling_filter_path",
     "over_sampling_batch_size",
     "partial_rollout",

@@ -10,6 +10,7 @@ from slime.config.args import Args
 from slime.config.derive import keeps_requests_in_flight
 from slime.config.problems import Check, Rule, WithoutEffect, broken, each, for_each, plain_option, where
 from slime.utils.eval_config import sources_of
+from slime.utils.rewards import reward_weights
 
 
 def _keeps_requests(args: Args) -> bool:
@@ -43,6 +44,19 @@ def _only_built_in_code(args: Args) -> bool:
     )
     places = (args.rollout_function_path, args.data_source_path)
     return not any(hooks) and all(path.startswith("slime.rollout.") for path in places)
+
+
+def _takes_process(args: Args) -> bool:
+    return ESTIMATORS[args.advantage_estimator].process
+
+
+def _check_reward_keys(args: Args) -> Iterable[str]:
+    """Parts of a reward have weights."""
+    for option, key in {"--reward-key": args.reward_key, "--eval-reward-key": args.eval_reward_key}.items():
+        try:
+            reward_weights(key or "")
+        except ValueError as error:
+            yield f"{option} {key}: {error}."
 
 
 def _check_expressions(args: Args) -> Iterable[str]:
@@ -186,6 +200,22 @@ LOSS_CHECKS: tuple[Check, ...] = (
         lambda a, name: not vars(a).get(name),
         lambda a, name: f"--advantage-estimator {a.advantage_estimator} needs {plain_option(name)}.",
     ),
+    # rewards of tokens and turns go to an estimator that uses them
+    Rule(
+        lambda a: a.process_reward_path and not (_takes_process(a) or a.custom_advantage_function_path),
+        lambda a: (
+            f"--process-reward-path {a.process_reward_path}: --advantage-estimator {a.advantage_estimator} does not "
+            "use rewards of tokens or turns; choose one of "
+            f"{', '.join(name for name, row in ESTIMATORS.items() if row.process)}."
+        ),
+    ),
+    WithoutEffect(
+        lambda a: a.advantage_estimator == "turn_grpo" and not a.process_reward_path and _only_built_in_code(a),
+        "--advantage-estimator turn_grpo",
+        "where no sample has rewards of turns, and nothing sets them: it is grpo then",
+        "give --process-reward-path, or use grpo",
+    ),
+    _check_reward_keys,
     # corrections between trainer and engine have both log-probs, and bounds in order
     Rule(
         lambda a: a.use_rollout_logprobs and a.use_tis,

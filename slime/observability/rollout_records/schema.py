@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from slime.checkpoints.rollout_files import ROWS_PER_GROUP
 from slime.utils.data import get_source
+from slime.utils.rewards import reward_weights
 from slime.utils.types import Sample
 
 MAX_TEXT = 200_000
@@ -144,7 +145,7 @@ def _row(place: int, sample: Sample, dataset: str | None, reward_key: str | None
         "response_length": length,
         "loss_mask": mask,
         "rollout_log_probs": _array(sample.rollout_log_probs, np.float32, length),
-        "reward": _number(parts.get(reward_key or "") if parts is not None else sample.reward),
+        "reward": _number(sample.reward if parts is None else _of_parts(parts, reward_key)),
         "reward_parts": None if parts is None else bounded_json(parts),
         "status": sample.status.value,
         "weight_versions": [str(version) for version in sample.weight_versions],
@@ -162,6 +163,15 @@ def _row(place: int, sample: Sample, dataset: str | None, reward_key: str | None
         "response_preview": preview(response),
         "prompt_length": max(0, (0 if tokens is None else len(tokens)) - length),
     }
+
+
+def _of_parts(parts: Mapping[str, Any], key: str | None) -> float | None:
+    """The number that --reward-key names; None where it is not there, or is no number."""
+    weights = reward_weights(key) if key else {}
+    numbers = [_number(parts.get(name)) for name in weights]
+    if not numbers or None in numbers:
+        return None
+    return sum(weight * number for weight, number in zip(weights.values(), numbers, strict=True) if number is not None)
 
 
 class Thumbnails:

@@ -24,6 +24,7 @@ from slime.observability.rollout_metrics import log_rollout_data
 from slime.observability.rollout_records.recorder import SampleRecorder
 from slime.rollout.base_types import call_rollout_fn, flatten
 from slime.rollout.hooks.errors import blame_hook, hook_name
+from slime.rollout.hooks.process_rewards import token_reward_column
 from slime.rollout.hooks.returns import check_train_data, check_trainable
 from slime.rollout.hooks.sample_errors import check_distinct
 from slime.rollout.sample_hooks import set_current_rollout_id
@@ -189,7 +190,10 @@ def _convert(args: Args, samples: list[Sample]) -> dict[str, Any]:
     raw_rewards, rewards = post_process_rewards(args, samples)
     if path := args.custom_reward_post_process_path:  # it may have put teacher log-probs on the samples
         check_trainable(args, f"--custom-reward-post-process-path {hook_name(path)}", samples)
-    data = dict(samples_to_train_data(samples, raw_rewards, rewards))
+    made = samples_to_train_data(samples, raw_rewards, rewards)
+    data = dict(made)
+    if (of_tokens := token_reward_column(args, samples, made["loss_masks"])) is not None:
+        data["token_rewards"] = of_tokens
     return filter_train_data(args, data, samples) if args.pf_ppo_reweight else data
 
 

@@ -26,9 +26,11 @@ import numpy as np
 from slime.config.args import Args
 from slime.rollout.base_types import flatten
 from slime.rollout.hooks.errors import HookError, as_kind, as_kind_of, hook_name, must_pass
+from slime.rollout.hooks.process_rewards import process_problem
 from slime.rollout.sampling.images import image_problem
 from slime.utils.http_utils import HttpError
 from slime.utils.misc import is_finite_number, shown
+from slime.utils.rewards import reward_weights
 from slime.utils.types import END_REASONS, Sample
 
 LOG_PROBS = ("rollout_log_probs", "teacher_log_probs")
@@ -39,7 +41,7 @@ _BITS = frozenset((0, 1))
 
 def to_lists(sample: Sample) -> None:
     """Turn arrays and tensors of a sample into the lists and numbers that its other readers expect."""
-    for name in ("tokens", "loss_mask", *LOG_PROBS):
+    for name in ("tokens", "loss_mask", *LOG_PROBS, "token_rewards", "turn_rewards"):
         setattr(sample, name, as_list(vars(sample)[name]))
     if hasattr(sample.response_length, "item"):
         sample.response_length = sample.response_length.item()
@@ -96,6 +98,8 @@ def train_problem(args: Args, sample: Sample) -> str | None:
         return problem
     if sample.image_spans and not args.multimodal_keys:
         return UNSEEN
+    if problem := process_problem(args, sample):
+        return problem
     num_tokens, length = len(sample.tokens), sample.response_length
     if length >= num_tokens:
         return (
@@ -413,7 +417,7 @@ def check_reward(args: Args, name: str, sample: Sample, reward: Any, *, evaluati
         and not isinstance(reward, float)
     ):
         return
-    value = reward
+    values = [reward]
     if isinstance(reward, dict):
         key, option = args.reward_key, "--reward-key"
         if evaluation and (args.eval_reward_key or key is None):
@@ -425,12 +429,13 @@ def check_reward(args: Args, name: str, sample: Sample, reward: Any, *, evaluati
                 f"{name} returned a dict for {describe(sample)}, with the keys {shown(list(reward))}; {option} must "
                 "name the one that is the reward"
             )
-        if key not in reward:
+        parts = reward_weights(key)
+        if missing := [part for part in parts if part not in reward]:
             raise SampleValueError(
-                f"{name} returned {shown(reward)} for {describe(sample)}, which has no {key!r} ({option})"
+                f"{name} returned {shown(reward)} for {describe(sample)}, which has no {missing[0]!r} ({option})"
             )
-        value = reward[key]
-    if not is_finite_number(value):
+        values = [reward[part] for part in parts]
+    for value in (value for value in values if not is_finite_number(value)):
         kind = "" if isinstance(value, float) else f" ({type(value).__name__})"
         wrong = SampleTypeError if kind else SampleValueError
         raise wrong(f"{name} returned {shown(value)!r}{kind} for {describe(sample)}; it must be a finite number")

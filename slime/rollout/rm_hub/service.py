@@ -12,6 +12,7 @@ failed for is a `RewardError`, which the rollout treats as --on-sample-error say
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import random
@@ -21,7 +22,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from slime.config.args import Args
+from slime.rollout.hooks.process_rewards import turn_spans
+from slime.rollout.rm_hub.math_utils import without_stop_tokens
 from slime.rollout.sampling.engine_request import required_model_url
+from slime.utils.async_utils import gather_or_cancel
 from slime.utils.errors import HttpError
 from slime.utils.http.api_keys import headers_for
 from slime.utils.misc import SingletonMeta, needed
@@ -222,6 +226,23 @@ def conversation_ids(tokenizer: Any, sample: Sample, response: str) -> list[int]
     """Token ids of the whole conversation under the reward model's chat template."""
     text = render_chat(tokenizer, conversation(sample, response), add_generation_prompt=False)
     return encode_text(tokenizer, text)
+
+
+@functools.cache
+def _policy_tokenizer(path: str, trust_remote_code: bool) -> Any:
+    return load_tokenizer(path, trust_remote_code=trust_remote_code)
+
+
+async def score_turns(args: Args, sample: Sample) -> list[float | None]:
+    """The reward model's score of the sample up to the end of each turn: a --process-reward-path.
+
+    Raises:
+        RewardError, ValueError: as `classify_reward`.
+    """
+    tokenizer = _policy_tokenizer(args.hf_checkpoint, args.trust_remote_code)
+    start = len(sample.tokens) - sample.response_length
+    texts = [tokenizer.decode(sample.tokens[start : start + end]) for _, end in turn_spans(sample)]
+    return await gather_or_cancel(classify_reward(args, without_stop_tokens(text), sample) for text in texts)
 
 
 async def classify_reward(args: Args, response: str, sample: Sample) -> float:

@@ -6,11 +6,15 @@ Which reward function it is, slime.rollout.rm_hub decides. A sample whose reward
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from slime.config.args import Args
 from slime.observability.trace_utils import span_if_traced
+from slime.rollout.hooks.errors import hook_name
+from slime.rollout.hooks.process_rewards import process_problem, take_process_rewards
 from slime.rollout.hooks.sample_errors import (
     SampleValueError,
     blame,
@@ -21,6 +25,7 @@ from slime.rollout.hooks.sample_errors import (
 )
 from slime.rollout.rm_hub import RewardError, async_rm, batched_async_rm
 from slime.utils.async_utils import gather_or_cancel
+from slime.utils.misc import hook_args, load_function
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -37,6 +42,31 @@ async def score_each(args: Args, samples: list[Sample], *, evaluation: bool) -> 
     rewards = await gather_or_cancel(_score(args, sample, evaluation) for sample in unscored)
     for sample, reward in zip(unscored, rewards, strict=True):
         sample.reward = reward
+    if not evaluation:
+        await _score_process(args, samples)
+
+
+async def _score_process(args: Args, samples: list[Sample]) -> None:
+    """Ask --process-reward-path for the rewards of the tokens or turns of finished samples that have none yet."""
+    if path := args.process_reward_path:
+        name, hook = f"--process-reward-path {hook_name(path)}", load_function(path)
+        await gather_or_cancel(_score_steps(args, hook, name, sample) for sample in _unrated(args, samples))
+
+
+def _unrated(args: Args, samples: list[Sample]) -> list[Sample]:
+    finished = [s for s in samples if s.status is not Sample.Status.ABORTED and s.counts(args) and not s.remove_sample]
+    return [sample for sample in finished if sample.token_rewards is None and sample.turn_rewards is None]
+
+
+async def _score_steps(args: Args, hook: Callable[..., Any], name: str, sample: Sample) -> None:
+    with blame(name, sample), span_if_traced(sample, "process_reward"):
+        try:
+            given = hook(hook_args(args), sample)
+            take_process_rewards(sample, await given if inspect.isawaitable(given) else given)
+        except RewardError as error:
+            _distrust(args, [sample], error)
+    if problem := process_problem(args, sample):
+        raise SampleValueError(f"{name} returned {describe(sample)} with {problem}")
 
 
 async def _score(args: Args, sample: Sample, evaluation: bool) -> Any:
@@ -100,8 +130,10 @@ async def score_group(args: Args, group: list[Sample]) -> None:
     together = [sample for sample in group if sample.counts(args)]
     if args.custom_rm_path is None:  # graders by name see one sample at a time, so one that fails costs one reward
         await score_each(args, together, evaluation=False)
-    elif any(sample.reward is None for sample in together):
+        return
+    if any(sample.reward is None for sample in together):
         await _score_together(args, together, "--group-rm", evaluation=False)
+    await _score_process(args, together)
 
 
 async def _score_together(args: Args, samples: list[Sample], why: str, *, evaluation: bool) -> None:

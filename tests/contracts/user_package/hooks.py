@@ -138,6 +138,11 @@ def replace(args, sample, **offered):
 
 
 @recorded
+def rate_tokens(args, sample):
+    return [float(place) for place in range(sample.response_length)]
+
+
+@recorded
 async def reward(args, sample, **kwargs):
     return float(sample.response_length)
 

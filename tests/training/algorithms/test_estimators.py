@@ -76,7 +76,7 @@ def reference_rewards(estimator, *, divides=True, greedy=None):
             "opo": math.fsum(r * n for _, r, n in members) / sum(n for *_, n in members),
         }.get(estimator, mean)
         std = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1))
-        scale = std + 1e-6 if divides and estimator in ("grpo", "gspo", "cispo") else 1.0
+        scale = std + 1e-6 if divides and estimator in ("grpo", "gspo", "cispo", "turn_grpo") else 1.0
         result.append((reward - baseline) / scale)
     return result
 
@@ -122,7 +122,7 @@ KL = [[0.5, 9.0, -0.25, 1.0, 9.0], [0.125], [3.0, 3.0], [4.0, 0.5, 0.25]]
 def reference_returns(estimator, kl_coef, gamma):
     result = []
     for reward, kl, mask in zip(REWARDS, KL, MASKS, strict=True):
-        if estimator == "reinforce_plus_plus":
+        if estimator in ("reinforce_plus_plus", "turn_grpo"):
             row, later, is_last = [0.0] * len(mask), 0.0, True
             for t in reversed(range(len(mask))):
                 if mask[t]:
