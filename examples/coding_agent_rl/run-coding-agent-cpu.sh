@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 OUTPUT="${OUTPUT:-outputs/coding-agent}" NAME=coding_agent_rl GRPO_STEPS="${GRPO_STEPS:-8}" SFT_STEPS="${SFT_STEPS:-120}"
 . examples/tiny.sh
 
-tiny_data
+tiny_data --eval-samples 4
 tiny_sft
 tiny_grpo --prompt-data "$OUTPUT/data/train.jsonl" --input-key prompt --rollout-shuffle \
     --custom-generate-function-path slime.agent.generate --custom-config-path "$OUTPUT/data/agent.yaml" --sglang-tool-call-parser qwen25 \

@@ -61,7 +61,7 @@ def test_a_rollout_of_agents_is_graded_and_trained(tmp_path: Path):
     assert record["rollout/raw_reward"] == 0.0, "a random model fixes nothing"
     assert record["agent/breaks"] == 0 and 1 <= record["agent/turns"] <= 2
     assert len(rows) == 4 and all(row["reward_is_trusted"] and row["end_reason"] for row in rows)
-    assert all("test_ops.py" in json.loads(row["metadata"])["agent_grade"] for row in rows), "pytest graded each"
+    assert all(json.loads(row["metadata"])["agent_grade"] == "nothing was changed" for row in rows)
 
 
 @pytest.mark.timeout(300)

@@ -112,8 +112,10 @@ def test_a_fix_is_graded_in_a_clean_sandbox_and_trains_the_tokens_of_the_engine(
 def test_edited_tests_and_no_change_are_worth_nothing(execute):
     forged = execute(GRADED, [call("printf 'def test_sum():\\n  pass\\n' > test_ops.py"), "done"])
     assert forged.reward == 0.0 and "test_ops.py::test_sum failed" in forged.metadata["agent_grade"]
-    idle = execute(GRADED, ["done"])
+    passes = TASK | {"tests": {"test_ops.py": "def test_sum(): pass\n"}}  # with or without the agent
+    idle = execute(GRADED, ["done"], metadata=passes)
     assert (idle.reward, idle.end_reason, idle.reward_is_trusted) == (0.0, "done", True)
+    assert idle.metadata["agent_grade"] == "nothing was changed"
     wrecked = execute(GRADED, [call("rm -rf .git"), "done"])
     assert wrecked.reward == 0.0 and wrecked.reward_is_trusted, "the agent did that, not the sandbox"
 
