@@ -118,13 +118,15 @@ def test_positions_are_those_of_the_whole_sequences():
     assert zigzag_positions(torch.tensor([0, 3, 3, 5]), 5, cp_rank=0, cp_size=1).tolist() == [0, 1, 2, 0, 1]
 
 
+@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("cp_size", [2, 4])
-def test_chunks_of_queries_attend_to_the_gathered_keys_as_the_whole_sequences_do(cp_size):
+def test_chunks_of_queries_attend_to_the_gathered_keys_as_the_whole_sequences_do(cp_size, window):
     generator = torch.Generator().manual_seed(0)
     lengths = [2 * cp_size * n for n in (3, 1, 3, 2)]
     query, key, value = (torch.randn(sum(lengths), heads, 8, generator=generator) for heads in (4, 2, 2))
     ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    expected = attend_packed(query, key, value, ends, scale=0.3)
+    how = {"scale": 0.3, "window": window}
+    expected = attend_packed(query, key, value, ends, **how)
 
     def of_rank(x: torch.Tensor, rank: int) -> torch.Tensor:
         return torch.cat([slice_with_cp(part, 0, cp_rank=rank, cp_size=cp_size) for part in x.split(lengths)])
@@ -133,7 +135,7 @@ def test_chunks_of_queries_attend_to_the_gathered_keys_as_the_whole_sequences_do
     for rank in range(cp_size):
         seen = key_chunks(ends, cp_rank=rank, cp_size=cp_size)
         ours = attend_packed(
-            of_rank(query, rank), keys[seen.rows], values[seen.rows], seen.cu_queries, scale=0.3, cu_keys=seen.cu_keys
+            of_rank(query, rank), keys[seen.rows], values[seen.rows], seen.cu_queries, cu_keys=seen.cu_keys, **how
         )
         torch.testing.assert_close(ours, of_rank(expected, rank), atol=1e-6, rtol=1e-5)
 

@@ -498,26 +498,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """model_type of transformers -> what its tiny model has beside the sizes; docs/fsdp_figures.md has them in a table."""
 
 
-def test_packed_samples_have_the_log_probs_that_transformers_gives_each_alone(families: dict[str, Path]) -> None:
-    run_world(1, _of_families, trainer_args(families["qwen3"], MEGATRON))
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_packed_samples_have_the_log_probs_that_transformers_gives_each_alone(
+    families: dict[str, Path], cp_size: int
+) -> None:
+    args = trainer_args(families["qwen3"], f"{MEGATRON} --context-parallel-size {cp_size}", dp_size=1)
+    run_world(cp_size, _of_families, args)
 
 
-def _of_families(_: Any) -> None:
+def _of_families(args: Any) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from slime.backends.fsdp_utils.model import PACKED_ATTENTION, register_attention
-    from slime.backends.megatron_utils.data import pack
+    from slime.backends.megatron_utils.cp_utils import slice_with_cp
+    from slime.backends.megatron_utils.data import Packing, pack
 
     register_attention()
+    place = {"cp_rank": dist.get_rank(), "cp_size": args.context_parallel_size}
     samples = [torch.arange(start, start + length) for start, length in ((3, 11), (40, 5), (7, 7))]
-    batch = pack(samples)
+    batch = pack(samples, Packing(**place))
+    is_token = torch.cat([slice_with_cp(torch.ones(len(sample)), 0, **place) for sample in samples]).bool()
     for name, more in FAMILIES.items():
         torch.manual_seed(0)
         config = AutoConfig.for_model(name, **SIZES, **more)
         hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         with torch.no_grad():
-            alone = torch.cat([hf(sample[None], use_cache=False).logits[0] for sample in samples]).log_softmax(-1)
+            logits = [hf(sample[None], use_cache=False).logits[0] for sample in samples]
+            alone = torch.cat([slice_with_cp(of_one, 0, **place) for of_one in logits]).log_softmax(-1)
             hf.set_attn_implementation(PACKED_ATTENTION)
             inputs = {"input_ids": batch["tokens"], "position_ids": batch["position_ids"]}
             packed = hf(**inputs, pack=batch["packed_seq_params"], use_cache=False).logits[0].log_softmax(-1)
-        assert (packed[: len(alone)] - alone).abs().max() < 2e-6, name
+        assert (packed[: len(alone)] - alone)[is_token].abs().max() < 2e-6, name
