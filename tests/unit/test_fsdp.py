@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,13 +12,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from slime.config.parse import CommandLine
-from slime.config.rules.backends import unsupported_models
-from slime.utils.errors import UsageError
 from tests.integration.trainer_world import make_train_data, resumed_from, trainer_args, with_images
-from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
+from tests.unit.megatron_fakes import make_hf_model, run_world
 
 NUM_STEPS = 5
 MEGATRON = "--adam-eps 1e-5 --make-vocab-size-divisible-by 4"
@@ -36,7 +31,11 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         make_hf_model(root / name, family, tied=tied)
         (root / name / "tokenizer_config.json").write_text("{}")
         run(root / name, backend="megatron", out=root / f"{name}.pt")
-    return {name: root / name for name in ("qwen3", "tied", "moe")}
+    teacher = make_hf_model(root / "teacher")
+    for parameter in teacher.parameters():
+        parameter.data.mul_(1.3)
+    teacher.save_pretrained(root / "teacher")
+    return {name: root / name for name in ("qwen3", "tied", "moe", "teacher")}
 
 
 def run(hf: Path, *, backend: str = "fsdp", world: int = 1, out: Path, megatron: str = "", **flags: Any) -> None:
@@ -119,6 +118,27 @@ def test_five_steps_equal_those_of_megatron(
 ) -> None:
     run(families[name], world=world, out=tmp_path / "out.pt", **flags)
     assert_equal_runs(families[name].with_suffix(".pt"), tmp_path / "out.pt")
+
+
+@pytest.mark.parametrize(
+    ("flags", "parallel"),
+    [
+        ({"entropy_coef": 0.05, "ref_update_interval": 1, "rollout_top_p": 0.8, "rollout_temperature": 0.7}, True),
+        ({"use_opd": True, "opd_type": "megatron", "opd_kl_coef": 0.5, "global_batch_size": 6}, False),
+    ],
+    ids=["moving reference, entropy, top-p", "teacher, two steps"],
+)
+def test_what_a_loss_asks_for_is_that_of_megatron(
+    families: dict[str, Path], tmp_path: Path, flags: dict[str, Any], parallel: bool
+) -> None:
+    flags = {"recompute_old_log_probs": True, "num_steps": 2, **flags}
+    flags |= {"opd_teacher_load": str(families["teacher"])} if "use_opd" in flags else {}
+    run(families["qwen3"], backend="megatron", out=tmp_path / "megatron.pt", **flags)
+    more = {"megatron": "--context-parallel-size 2", "recompute_loss_function": True, "max_tokens_per_gpu": 24}
+    run(families["qwen3"], world=2, out=tmp_path / "fsdp.pt", **flags, **(more if parallel else {}))
+    assert_equal_runs(tmp_path / "megatron.pt", tmp_path / "fsdp.pt")
+    if "use_opd" in flags:
+        assert abs(torch.load(tmp_path / "fsdp.pt")[0][-1][0]["train/opd_reverse_kl"]) > 0.01, "it teaches"
 
 
 def test_per_token_losses_equal_those_of_megatron(families: dict[str, Path], tmp_path: Path) -> None:
@@ -294,17 +314,31 @@ def _read_half(args: Any) -> None:
     assert 0 < sum(num_bytes) <= RawTensors(args.load).num_bytes / 2 + 25 * 128
 
 
-def test_a_critic_learns_as_that_of_megatron(families: dict[str, Path], tmp_path: Path) -> None:
-    found = []
-    for backend in ("megatron", "fsdp"):
-        args = trainer_args(families["qwen3"], MEGATRON, train_backend=backend, advantage_estimator="ppo", lr=1e-2)
-        vars(args).update(loss_type="value_loss", untie_embeddings_and_output_weights=True)
-        run_world(1, _critic, args, tmp_path / "critic.pt")
-        found.append(torch.load(tmp_path / "critic.pt"))
-    (theirs, their_values), (ours, values) = found
+@pytest.fixture(scope="module")
+def critic_of_megatron(families: dict[str, Path]) -> tuple[dict[str, float], list[float]]:
+    """(metrics of the last step, values after it) on one rank."""
+    return critic_of(families, "megatron", families["qwen3"].with_name("critic.pt"))
+
+
+@pytest.mark.parametrize("parallel", [(1, 1), (2, 1), (4, 2)], ids=str)
+def test_a_critic_learns_as_that_of_megatron(
+    families: dict[str, Path], critic_of_megatron: Any, tmp_path: Path, parallel: tuple[int, int]
+) -> None:
+    theirs, their_values = critic_of_megatron
+    ours, values = critic_of(families, "fsdp", tmp_path / "critic.pt", *parallel)
     assert max(map(abs, values)) > 0.05  # they start at 0
     assert ours == pytest.approx(theirs, rel=1e-5)
     assert values == pytest.approx(their_values, rel=1e-3, abs=1e-5)
+
+
+def critic_of(families: dict[str, Path], backend: str, out: Path, world: int = 1, cp_size: int = 1) -> Any:
+    """What three steps make of a critic, and all samples' values then."""
+    megatron = f"{MEGATRON} --context-parallel-size {cp_size}"
+    flags = {"train_backend": backend, "advantage_estimator": "ppo", "lr": 1e-2, "dp_size": world // cp_size}
+    args = trainer_args(families["qwen3"], megatron, **flags)
+    vars(args).update(loss_type="value_loss", untie_embeddings_and_output_weights=True)
+    run_world(world, _critic, args, out)
+    return torch.load(out)
 
 
 def _critic(args: Any, out: Path) -> None:
@@ -314,15 +348,23 @@ def _critic(args: Any, out: Path) -> None:
     from slime.ray.rollout.shares import split_train_data
 
     make = FsdpCriticActor if args.train_backend == "fsdp" else MegatronCriticActor
-    critic = make(args, rank=0, world_size=1, master_addr="", master_port=0)
+    critic = make(args, rank=dist.get_rank(), world_size=dist.get_world_size(), master_addr="", master_port=0)
     with mock.patch.object(initialize, "init"):
         critic.init()
-    (share,) = split_train_data(args, make_train_data(), {"dp_size": 1, "cp_size": 1})
-    returns = [[0.1 * (i + 1)] * length for i, length in enumerate(share["response_lengths"])]
+    layout = critic.parallel_config()
+    share = split_train_data(args, make_train_data(), layout)[layout["dp_rank"]]
+    returns = [
+        [0.1 * (number + 1)] * n for number, n in zip(share["sample_indices"], share["response_lengths"], strict=True)
+    ]
     for rollout_id in range(3):
         values = critic.values_of(dict(share))["values"]
         ((metrics, _),) = critic.train_on(rollout_id, dict(share) | {"values": values, "returns": returns})
-    torch.save((metrics, [float(v) for values in critic.values_of(dict(share))["values"] for v in values]), out)
+    mine = dict(zip(share["sample_indices"], critic.values_of(dict(share))["values"], strict=True))
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    of_all = {number: values.tolist() for of_one in of_ranks for number, values in of_one.items()}
+    if dist.get_rank() == 0:
+        torch.save((metrics, [value for number in sorted(of_all) for value in of_all[number]]), out)
 
 
 @pytest.fixture(scope="module")
@@ -360,172 +402,3 @@ def test_a_checkpoint_of_the_other_backend_is_refused(
     problems = command_line.check(line.split()).problems.all()
     (problem,) = [problem for problem in problems if "was written by --train-backend fsdp" in problem]
     assert "turn it into an HF directory with tools/convert_fsdp_to_hf.py" in problem
-
-
-@pytest.mark.parametrize(
-    ("config", "sentence"),
-    [
-        ({"layer_types": ["linear_attention", "full_attention"]}, "whose state would pass from one packed sample"),
-        ({"layer_types": ["chunked_attention"]}, "give sdpa"),
-        ({"conv_L_cache": 3, "full_attn_idxs": [2]}, "layers of conv_L_cache, whose state"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0, which is not built"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "angles depend on a pack's longest sample"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
-    ],
-    ids=str,
-)
-def test_a_model_whose_result_would_not_be_exact_is_refused(config: dict[str, Any], sentence: str) -> None:
-    (problem,) = unsupported_models(make_args(), config)
-    assert sentence in problem
-
-
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96, "pad_token_id": 0}  # fmt: skip
-
-
-def _on_meta_of(folder: Path, model_type: str, **values: Any) -> Any:
-    """The model that the backend builds of an HF directory, without its weights."""
-    from slime.backends.fsdp_utils import model
-
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type, **SIZES, **values}))
-    model.register_attention()
-    args = make_args(hf_checkpoint=str(folder), attn_implementation=model.PACKED_ATTENTION)
-    with mock.patch.object(model.dist, "get_rank", return_value=0):
-        return model._on_meta(args)
-
-
-def test_a_policy_has_no_dropout_whatever_its_config_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    drawn = {"residual_dropout": 0.1, "embedding_dropout": 0.1, "attention_dropout": 0.1}
-    hf = _on_meta_of(tmp_path, "starcoder2", **drawn, sliding_window=None)
-    assert {getattr(module, "attention_dropout", 0.0) for module in hf.modules()} == {0.0}
-    assert {getattr(hf.config, key) for key in drawn} == {0.0}
-    assert "attention_dropout" in caplog.text and "set to 0" in caplog.text
-
-
-def test_a_window_that_only_a_mask_has_is_refused(tmp_path: Path) -> None:
-    """Qwen2-MoE's attention does not pass it on, Qwen2's does."""
-    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
-    with pytest.raises(UsageError, match="puts its sliding window into a mask.*give sdpa"):
-        _on_meta_of(tmp_path, "qwen2_moe", **window)
-    assert _on_meta_of(tmp_path, "qwen2", **window).config.layer_types == ["sliding_attention"] * 2
-
-
-def test_what_only_the_defaults_of_a_config_say_is_refused_too(tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match="^--hf-checkpoint [^:]*: --train-backend fsdp: model_type 'gemma2' has final_logit"
-    ):
-        _on_meta_of(tmp_path, "gemma2")
-
-
-def test_a_rotation_of_heads_that_come_last_is_that_of_heads_that_come_first() -> None:
-    from slime.backends.fsdp_utils.model import _rotate_both
-
-    q, k, cos, sin = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 5, 8), torch.randn(1, 5, 8)
-    turned = _rotate_both(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
-    assert all(a.transpose(1, 2).equal(b) for a, b in zip(turned, _rotate_both(q, k, cos, sin), strict=True))
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3", "glm4"])
-def test_kernels_take_the_place_of_llamas_code_alone(family: str) -> None:
-    """On CPU they run as they are written, so that the output shows whether each stands where it belongs."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from slime.backends.fsdp_utils.model import _rotate_both, use_kernels
-
-    name = "gemma3_text" if family == "gemma3" else family
-    torch.manual_seed(0)
-    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SIZES), attn_implementation="sdpa").eval()
-    tokens, file = torch.arange(11)[None], sys.modules[type(hf).__module__]
-    expected = hf(tokens, use_cache=False).logits
-    with mock.patch.object(file, "apply_rotary_pos_emb", file.apply_rotary_pos_emb):
-        use_kernels(hf)
-        found, rotation = hf(tokens, use_cache=False).logits, file.apply_rotary_pos_emb
-    replaced = {
-        type(module).__name__.removeprefix(family.title()) for module in hf.modules() if "forward" in vars(module)
-    }
-    # Gemma's norm adds 1 to its weight and its unit is no SiLU; GLM-4's unit is one product, its rotation interleaved
-    assert replaced == {"gemma3": set(), "glm4": {"RMSNorm"}}.get(family, {"RMSNorm", "MLP"})
-    assert (rotation is _rotate_both) == (family != "glm4")
-    assert torch.allclose(found, expected, atol=1e-6)
-
-
-def test_a_compiled_layer_learns_as_one_that_is_not(families: dict[str, Path]) -> None:
-    args = trainer_args(families["qwen3"], MEGATRON, train_backend="fsdp", fsdp_min_group_params=1)
-    run_world(1, _compiled, args)
-
-
-def _compiled(args: Any) -> None:
-    from slime.backends.fsdp_utils import model
-    from slime.backends.fsdp_utils.weights import load_hf, named_parameters
-    from slime.backends.megatron_utils.data import pack
-    from slime.utils.accelerator import fusion
-
-    def gradients(compiles: bool) -> list[torch.Tensor]:
-        vars(args)["fsdp_compile"] = compiles
-        policy = model.build_policy(args, model.make_mesh(args))
-        load_hf(policy, args.load)
-        for lengths in ((5, 9), (12, 3)):
-            batch = pack([torch.arange(length) for length in lengths])
-            policy(batch, lambda output: output.hidden.float().square().sum()).backward()
-        return [
-            parameter.grad.full_tensor() for _, parameter in named_parameters(policy) if parameter.grad is not None
-        ]
-
-    whole, counter = gradients(False), CompileCounterWithBackend("aot_eager")
-    compiled = functools.partial(fusion.compiled, backend=counter)
-    with torch._dynamo.config.patch(disable=False), mock.patch.object(model, "compiled", compiled):
-        found = gradients(True)
-    # two layers of three parts (before, in, after the attention) and two lengths would be 12 if nothing were shared
-    assert 0 < counter.frame_count <= 8
-    for ours, theirs in zip(found, whole, strict=True):
-        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
-
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": 4},
-    "qwen2": {},
-    "qwen3": {},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    "smollm3": {},
-    "olmo2": {},
-    "olmo3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
-    "phi3": {"sliding_window": 4},
-    "glm4": {},
-    "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
-    "ministral": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
-}
-"""model_type of transformers -> what its tiny model has beside the sizes; docs/fsdp_figures.md has them in a table."""
-
-
-@pytest.mark.parametrize("cp_size", [1, 2])
-def test_packed_samples_have_the_log_probs_that_transformers_gives_each_alone(
-    families: dict[str, Path], cp_size: int
-) -> None:
-    args = trainer_args(families["qwen3"], f"{MEGATRON} --context-parallel-size {cp_size}", dp_size=1)
-    run_world(cp_size, _of_families, args)
-
-
-def _of_families(args: Any) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from slime.backends.fsdp_utils.model import PACKED_ATTENTION, register_attention
-    from slime.backends.megatron_utils.cp_utils import slice_with_cp
-    from slime.backends.megatron_utils.data import Packing, pack
-
-    register_attention()
-    place = {"cp_rank": dist.get_rank(), "cp_size": args.context_parallel_size}
-    samples = [torch.arange(start, start + length) for start, length in ((3, 11), (40, 5), (7, 7))]
-    batch = pack(samples, Packing(**place))
-    is_token = torch.cat([slice_with_cp(torch.ones(len(sample)), 0, **place) for sample in samples]).bool()
-    for name, more in FAMILIES.items():
-        torch.manual_seed(0)
-        config = AutoConfig.for_model(name, **SIZES, **more)
-        hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-        with torch.no_grad():
-            logits = [hf(sample[None], use_cache=False).logits[0] for sample in samples]
-            alone = torch.cat([slice_with_cp(of_one, 0, **place) for of_one in logits]).log_softmax(-1)
-            hf.set_attn_implementation(PACKED_ATTENTION)
-            inputs = {"input_ids": batch["tokens"], "position_ids": batch["position_ids"]}
-            packed = hf(**inputs, pack=batch["packed_seq_params"], use_cache=False).logits[0].log_softmax(-1)
-        assert (packed[: len(alone)] - alone)[is_token].abs().max() < 2e-6, name
