@@ -117,7 +117,11 @@ def rates(options: argparse.Namespace, url: str, workers: list[str]) -> tuple[li
             order["url"] = gateway.url if side == "gateway" else url
             order |= {"ids": ids, "turns": options.turns, "sampling": sampling}
             print(json.dumps(order), file=client.stdin, flush=True)
-            seconds = float(client.stdout.readline())
+            if not (line := client.stdout.readline()):
+                raise RuntimeError(
+                    f"the clients' process ended with {client.wait(30)} on the side {side!r}; see above"
+                )
+            seconds = float(line)
             if side == "gateway":
                 check(gateway, keys, options)
             found[side].append(options.sessions * options.turns * options.new / seconds)
