@@ -80,7 +80,9 @@ def run_app_in_thread(
     started: Future[AppHandle] = Future()
 
     def serve() -> None:
-        loop = asyncio.new_event_loop()
+        import uvloop  # where it is used: the package is imported without it
+
+        loop = uvloop.new_event_loop()
         asyncio.set_event_loop(loop)
         runner = web.AppRunner(app, **(runner_kwargs or {}))
         listening = loop.create_task(_listen(runner, host, port))

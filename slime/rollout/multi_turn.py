@@ -20,7 +20,7 @@ import copy
 import json
 import logging
 import os.path
-import re
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -325,6 +325,7 @@ def tool_timeout_s(args: Args) -> float:
 
 
 Message = dict[str, Any]
+_STAND_IN = f"StandIn{secrets.token_hex(8)}"  # no message has it by chance
 _markers: WeakKeyDictionary[Any, dict[str, tuple[TurnMarkers, list[list[int]]]]] = WeakKeyDictionary()
 
 
@@ -378,12 +379,11 @@ def next_turn_tokens(
     """
     if not messages_so_far or messages_so_far[-1]["role"] != "assistant":
         raise ValueError("messages_so_far must end with the assistant message that the new messages answer")
-    stand_in = _unused_word([*messages_so_far, *new_messages])
-    shown = [*messages_so_far[:-1], {"role": "assistant", "content": stand_in}, *new_messages]
+    shown = [*messages_so_far[:-1], {"role": "assistant", "content": _STAND_IN}, *new_messages]
     text = render_chat(tokenizer, shown, tools=tools, **(template_kwargs or {}))
-    if text.count(stand_in) != 1:
-        raise ValueError(f"the chat template shows the assistant's turn {text.count(stand_in)} times instead of once")
-    ids = encode_text(tokenizer, text.partition(stand_in)[2])
+    if (count := text.count(_STAND_IN)) != 1:
+        raise ValueError(f"the chat template shows the assistant's turn {count} times instead of once")
+    ids = encode_text(tokenizer, text.partition(_STAND_IN)[2])
     for end_ids in _learned(tokenizer, template_kwargs)[1]:
         if ids[: len(end_ids)] == end_ids and list(tokens[-len(end_ids) :]) == end_ids:
             return ids[len(end_ids) :]
@@ -433,8 +433,3 @@ def turn_content(tokenizer: Any, tokens: Sequence[int], template_kwargs: dict[st
         if text.endswith(end):
             return text.removesuffix(end)
     return text
-
-
-def _unused_word(messages: Sequence[Message]) -> str:
-    said = re.findall("StandIn(X*)", str(messages))
-    return "StandIn" + "X" * (max(map(len, said)) + 1 if said else 0)

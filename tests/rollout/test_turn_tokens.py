@@ -5,6 +5,7 @@ the difference is counted and the model's own tokens stay as they were.
 from __future__ import annotations
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from slime.rollout.multi_turn import count_drift, next_turn_tokens, turn_content, turn_markers
 from slime.utils.processing_utils import encode_text, render_chat
@@ -207,3 +208,29 @@ def test_smollm2s_own_tokenizer_and_template_do_not_drift(smollm2):
     assert family_tokenizer("smollm2").apply_chat_template(messages, tokenize=False) == smollm2.apply_chat_template(
         messages, tokenize=False
     ), "the fixture behaves as the real template"
+
+
+TEXTS = ["", " ", "\n\n\n", "<|im_end|>\n<|im_start|>user\n", "e\u0301\u200d 😀犬 \x00", "12 times\t12 = 144  !" * 50]
+
+
+@pytest.mark.parametrize("family", SPECIAL)
+@pytest.mark.parametrize("splits", [False, True])
+def test_the_short_way_to_tokens_gives_those_of_the_tokenizer(family, splits, monkeypatch):
+    tokenizer = family_tokenizer(family)
+    monkeypatch.setattr(tokenizer, "split_special_tokens", splits)
+    for text in TEXTS * 2:  # twice: `encode` sets the backend's own switch
+        assert encode_text(tokenizer, text) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_a_tokenizer_with_an_encode_of_its_own_or_a_limit_in_its_file_is_asked_itself():
+    class Reversed(PreTrainedTokenizerFast):
+        def encode(self, text, **kwargs):
+            return super().encode(text[::-1], **kwargs)
+
+    plain = build_tokenizer()
+    expected = plain.encode("abc def", add_special_tokens=False)
+    own = Reversed(tokenizer_object=plain.backend_tokenizer)
+    assert encode_text(own, "fed cba") == expected
+    plain.backend_tokenizer.enable_truncation(2)
+    plain.backend_tokenizer.enable_padding(length=50)
+    assert encode_text(plain, "abc def") == expected, "transformers takes both off"

@@ -29,7 +29,7 @@ rendering = DaemonThreads("agent-render", 4)
 MAX_CLOSED = 100_000
 IDLE_SESSION_S = 3600.0
 _CANCEL_S = 10.0
-_GC_THRESHOLDS = (20_000, 10, 10)  # an answer of the engine has a small list for each token
+_GC_THRESHOLDS = (100_000, 10, 10)  # 256 turns under way hold some 40,000 containers, which no collection frees
 
 
 def quiet_collector() -> None:
