@@ -118,9 +118,7 @@ def rates(options: argparse.Namespace, url: str, workers: list[str]) -> tuple[li
             order |= {"ids": ids, "turns": options.turns, "sampling": sampling}
             print(json.dumps(order), file=client.stdin, flush=True)
             if not (line := client.stdout.readline()):
-                raise RuntimeError(
-                    f"the clients' process ended with {client.wait(30)} on the side {side!r}; see above"
-                )
+                raise RuntimeError(f"the clients ended with {client.wait(30)} on the side {side!r}; see above")
             seconds = float(line)
             if side == "gateway":
                 check(gateway, keys, options)

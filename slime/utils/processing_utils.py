@@ -340,7 +340,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 def _plain_backend(tokenizer: Any) -> Any:
     """The `tokenizers.Tokenizer` of a tokenizer that would call it and do nothing else; None for any other."""
-    if not _is_plain(type(tokenizer)):
+    if not _is_plain(tokenizer.__class__):
         return None
     backend = tokenizer.backend_tokenizer
     if backend.truncation is not None or backend.padding is not None:  # transformers takes them off
