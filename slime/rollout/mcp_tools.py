@@ -16,7 +16,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,8 @@ class McpTools(metaclass=SingletonMeta):
         """Longest time of a call."""
         return self._by_tool[name].server.timeout_s
 
-    async def call(self, args: Args, sample: Sample, name: str, arguments: dict[str, Any]) -> str:
-        """Make one call, as a tool function does (slime.rollout.tool_calls.ToolFn).
+    async def call(self, args: Args, sample: Sample, name: str, arguments: dict[str, Any]) -> Any:
+        """Make one call, as a tool function does (ToolFn): a text, or parts with images for a model that sees them.
 
         Raises:
             ToolError: the tool, its server or the bound on calls says no; the model reads it.
@@ -115,7 +115,7 @@ class McpTools(metaclass=SingletonMeta):
         if counts.get(client.label, 0) >= client.server.max_calls:
             raise ToolError(f"{client.server.max_calls} calls of {client.label} were made, no more are answered")
         sample.metadata["mcp_calls"] = counts | {client.label: counts.get(client.label, 0) + 1}
-        return await client.call(name, arguments)
+        return await client.call(name, arguments, with_images=bool(args.multimodal_keys))
 
     async def close(self) -> None:
         """End every connection, and the programs that were started."""
@@ -151,7 +151,7 @@ class _Client:
             )
         return [_schema(tools[name]) for name in wanted]
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+    async def call(self, name: str, arguments: dict[str, Any], *, with_images: bool) -> Any:
         connection = await self._connected(_START_SHARE)
         work = asyncio.ensure_future(connection.session.call_tool(name, arguments))
         try:
@@ -159,7 +159,7 @@ class _Client:
             await asyncio.wait([work, connection.task], timeout=late, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise ToolError(f"{self.label} {connection.end} while it made this call")
-            return await self._text_of(work, connection)
+            return await self._answer_of(work, connection, with_images)
         except asyncio.CancelledError:  # the caller's deadline: is it the call that hangs, or the server?
             ping = asyncio.ensure_future(connection.end_unless_alive())
             self._pings.add(ping)
@@ -169,8 +169,8 @@ class _Client:
             if not work.done():
                 await cancel_all([work])
 
-    async def _text_of(self, work: asyncio.Future[Any], connection: _Connection) -> str:
-        from mcp.shared.exceptions import McpError
+    async def _answer_of(self, work: asyncio.Future[Any], connection: _Connection, with_images: bool) -> Any:
+        from mcp import McpError
         from mcp.types import CONNECTION_CLOSED
         from pydantic import ValidationError
 
@@ -183,10 +183,12 @@ class _Client:
             raise ToolError(f"{self.label}: {error}"[: self.server.max_result_chars]) from error
         except (ValidationError, RuntimeError) as error:  # the client's own words for what is no answer of MCP
             raise ToolError(f"{self.label} gave an answer that is none of MCP: {str(error)[:200]}") from error
-        text = _cut(_shown(result), self.server.max_result_chars)
+        images = [b for b in result.content if b.type == "image"] if with_images and not result.isError else []
+        text = _cut(_shown(result, left_out=images), self.server.max_result_chars)
         if result.isError:
             raise ToolError(text)
-        return text
+        seen = [{"type": "image", "image": f"data:{image.mimeType};base64,{image.data}"} for image in images]
+        return [{"type": "text", "text": text}, *seen] if seen else text
 
     async def _connected(self, share: float) -> _Connection:
         """Return the connection, a new one where the last has ended; its start has a share of `timeout_s`.
@@ -324,23 +326,22 @@ async def _all_tools(session: Any) -> list[Any]:
 
 
 def _schema(tool: Any) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.inputSchema}
-    return {"type": "function", "function": function}
+    about = {"name": tool.name, "description": tool.description or "", "parameters": tool.inputSchema}
+    return {"type": "function", "function": about}
 
 
-def _shown(result: Any) -> str:
-    """What the model reads of an answer: its texts; of images, sounds and files their kind."""
-    parts = [block.text if block.type == "text" else _shown_block(block) for block in result.content]
-    if not parts and result.structuredContent is not None:
+def _shown(result: Any, *, left_out: Sequence[Any]) -> str:
+    """What the model reads of an answer: its texts; of images that it does not see, sounds and files their kind."""
+    parts = [b.text if b.type == "text" else _shown_block(b) for b in result.content if b not in left_out]
+    if not result.content and result.structuredContent is not None:
         return json.dumps(result.structuredContent, ensure_ascii=False)
     return "\n".join(parts)
 
 
 def _shown_block(block: Any) -> str:
-    resource = getattr(block, "resource", None)
-    if (text := getattr(resource, "text", None)) is not None:
-        return str(text)
-    return f"[{block.type} {getattr(block, 'mimeType', None) or getattr(block, 'uri', '')}]"
+    text = getattr(getattr(block, "resource", None), "text", None)
+    kind = getattr(block, "mimeType", None) or getattr(block, "uri", "")
+    return f"[{block.type} {kind}]" if text is None else str(text)
 
 
 def _cut(text: str, most: int) -> str:

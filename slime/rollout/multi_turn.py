@@ -250,7 +250,7 @@ class Conversation:
                 answer, succeeded = await call_tool(
                     function, self.args, self.sample, call, known=known, timeout_s=timeout_s
                 )
-                content = answer if isinstance(answer, str) else await self.images.read(answer)
+                content = await self.images.read(answer)
                 answers.append({"role": "tool", "name": call.name, "content": content})
                 self.sample.metadata["tool_errors"] += not succeeded
         except EnvError as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
 from typing import Any
 
-from mcp.server.fastmcp import FastMCP
+import PIL.Image
+from mcp.server.fastmcp import FastMCP, Image
 from mcp.server.fastmcp.exceptions import ToolError
 
 server: Any = FastMCP("bad manners", port=int(sys.argv[2]) if len(sys.argv) > 2 else 8000, log_level="ERROR")
@@ -44,6 +46,14 @@ def garbage() -> str:
     """Print what is no message, then answer."""
     os.write(1, b"this is no JSON\n{}\n")
     return "good"
+
+
+@server.tool(structured_output=False)
+def camera(letter: str) -> list[Any]:
+    """Show a red picture of 48 x 32 pixels, and say a letter."""
+    data = io.BytesIO()
+    PIL.Image.new("RGB", (48, 32), "red").save(data, "PNG")
+    return [letter, Image(data=data.getvalue(), format="png")]
 
 
 @server.tool()

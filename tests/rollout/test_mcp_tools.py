@@ -22,6 +22,7 @@ from slime.rollout.multi_turn import final_answer, generate, generate_turns
 from slime.rollout.tool_calls import EnvError, ToolCall, call_tool, take_tool_timeouts
 from slime.utils import async_utils
 from slime.utils.errors import UsageError
+from slime.utils.processing_utils import open_image
 from slime.utils.types import Sample
 from tests.rollout.test_multi_turn import call, run
 from tests.unit.rollout_fakes import rollout_args
@@ -108,6 +109,16 @@ def program() -> Iterator[Caller]:
 
 
 ADD = ("add", {"a": 1, "b": 2})
+
+
+def test_images_of_an_answer_are_parts_for_a_model_that_sees_them(program: Caller, monkeypatch: Any) -> None:
+    assert program(("camera", {"letter": "a"})) == ["a\n[image image/png]"]
+    monkeypatch.setattr(program.args, "multimodal_keys", {"image": "none"})
+    [parts] = program(("camera", {"letter": "a"}))
+    said, seen = parts  # type: ignore[misc]
+    assert said == {"type": "text", "text": "a"}
+    picture = open_image(seen["image"])  # type: ignore[index]
+    assert picture.size == (48, 32) and picture.getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_one_program_answers_all_samples(program: Caller) -> None:

@@ -25,6 +25,7 @@ from slime.rollout.sampling.images import (
     read_prompt,
     with_image_stop,
 )
+from slime.rollout.tool_calls import EnvError
 from slime.rollout.train_data import samples_to_train_data
 from slime.utils.errors import UsageError
 from slime.utils.train_data import flatten_columns, restore_columns
@@ -194,6 +195,23 @@ def test_images_that_come_later_are_added_without_touching_those_of_other_sample
         UsageError, match="a tool answered with an image; without --multimodal-keys a trainer sees not"
     ):
         asyncio.run(AnsweredImages(state, rollout_args()).read(parts))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("an I", "a tool answered with the text 'I', which stands for an image: 'an I'"),
+        ([{"type": "text", "text": "I"}, {"type": "image", "image": picture()}], "a tool answered with the text 'I'"),
+        ([{"type": "image", "image": "data:image/png;base64,AAAA"}], "a tool answered with an image that cannot be r"),
+    ],
+)
+def test_an_answer_that_cannot_be_shown_ends_its_sample_and_not_the_run(answer: Any, reason: str) -> None:
+    state = SimpleNamespace(processor=Processor(), tokenizer=LetterTokenizer())
+    answered = AnsweredImages(state, rollout_args(multimodal_keys={"image": "none"}))
+    with pytest.raises(EnvError, match=reason):
+        asyncio.run(answered.read(answer))
+    assert asyncio.run(answered.read("a text")) == "a text" and answered.num_more == 0
+    assert asyncio.run(AnsweredImages(state, rollout_args()).read("an I")) == "an I", "a word to a model of texts"
 
 
 def test_images_are_not_trained_on_by_a_trainer_that_sees_none() -> None:

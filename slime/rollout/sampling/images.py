@@ -29,6 +29,7 @@ import numpy as np
 
 from slime.config.args import Args
 from slime.processes.wait import DaemonThreads
+from slime.rollout.tool_calls import EnvError
 from slime.utils.errors import UsageError
 from slime.utils.processing_utils import (
     build_processor_kwargs,
@@ -324,12 +325,16 @@ class AnsweredImages:
         """By how many tokens they lengthen a text with one place for each."""
         return len(self._read.tokens) - len(self._images) if self._read else 0
 
-    async def read(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Open the images of an answer; returns its parts without them, as messages keep it.
+    async def read(self, answer: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        """Open the images of an answer; returns it without them, as messages keep it.
 
         Raises:
-            UsageError: the model sees none, or one cannot be read.
+            UsageError: the model sees none.
+            EnvError: one cannot be read, or a text holds the token of images, which would stand for one more.
         """
+        if isinstance(answer, str):
+            self._check_text(answer)
+            return answer
         processor, tokenizer = self._state.processor, self._state.tokenizer
         if processor is None:
             raise UsageError(
@@ -338,11 +343,23 @@ class AnsweredImages:
             )
         if not self._args.multimodal_keys:
             raise UsageError("a tool answered with an image; without --multimodal-keys a trainer sees nothing of it")
-        opened = process_vision_info([{"content": parts}], processor, image_options(self._args))
+        for part in answer:
+            self._check_text(str(part.get("text") or ""))
+        try:
+            opened = process_vision_info([{"content": answer}], processor, image_options(self._args))
+        except UsageError as error:
+            raise EnvError(f"a tool answered with an image that cannot be read: {error}") from error
         self._images = [*self._images, *opened["images"]]
         places = tokenizer.decode([image_token_id(processor)] * len(self._images))
         self._read = await read_prompt_once(processor, tokenizer, places, self._images)
-        return [part if part["type"] == "text" else {"type": "image"} for part in parts]
+        return [part if part["type"] == "text" else {"type": "image"} for part in answer]
+
+    def _check_text(self, text: str) -> None:
+        if not self._args.multimodal_keys or self._state.processor is None:
+            return
+        word = self._state.tokenizer.decode([image_token_id(self._state.processor)])
+        if word in text:
+            raise EnvError(f"a tool answered with the text {word!r}, which stands for an image: {text[:80]!r}")
 
     def take(self) -> list[Any]:
         """The images, which are not to be appended any more."""
