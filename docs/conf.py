@@ -78,7 +78,7 @@ def _whole_sentences(_app: Any, _what: str, name: str, _obj: Any, _options: Any,
 
 
 # Pages that were moved: the old address shows the new page. Both below docs/, without a suffix.
-MOVED = {"custom_generate_and_reward": "customization"}
+MOVED = {"custom_generate_and_reward": "customization", "vision": "vlm"}
 
 
 def _redirect(app: Any, error: Exception | None) -> None:

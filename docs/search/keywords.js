@@ -80,7 +80,7 @@ const PAGE_KEYWORDS = {
   "docs/training_options": "freeze frozen layers parameters part schedule warmup gradient accumulation checkpointing optimizer",
   "docs/faq": "question help vision stop compare runs report early stopping mac windows dpo two runs email slack how long",
   "docs/memory_errors": "message silently oom out of memory train step error cuda killed ulimit engine at start wake up does not fit system killer run was host",
-  "docs/vision": "image images pictures vision multimodal vlm qwen-vl photo",
+  "docs/vlm": "image images pictures vision multimodal vlm qwen-vl photo",
   "docs/reward_services": "reward model score http rm service code tests sandbox fusion url timeout retry remote rate limit external api call openai requests slow",
   "docs/mcp": "tools mcp server model context protocol stdio",
   "docs/agent_gateway": "openai anthropic responses api protocol key budget tokens history proxy status",

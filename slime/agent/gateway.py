@@ -31,12 +31,14 @@ from slime.agent.adapters.wire import Refused, json_answer, model_list
 from slime.agent.aiohttp_threaded import AppHandle, FilteredAccessLogger, run_app_in_thread
 from slime.agent.mcp_endpoint import McpEndpoint
 from slime.agent.parsing import parser_names
+from slime.agent.pictures import Pictures
 from slime.config.args import Args
 from slime.processes.wait import wait_async
 from slime.rollout.sampling.engine_request import router_url
 from slime.rollout.sampling.generation import GenerateState
 from slime.utils.errors import UsageError
 from slime.utils.misc import SingletonMeta
+from slime.utils.processing_utils import image_options
 from slime.utils.types import Sample
 
 __all__ = ["Budget", "Gateway", "shared_gateway"]
@@ -73,6 +75,7 @@ class Gateway:
         args: the run's, where the engine returns routed experts.
         is_ending: says whether the rollout is being aborted. Evaluations wait for the end of that.
         keeps_aborted: the turns of other sessions wait, too (--partial-rollout); else they end.
+        pictures: opens the images of requests; None where the model sees none.
     """
 
     def __init__(
@@ -93,10 +96,12 @@ class Gateway:
         args: Args | None = None,
         is_ending: Callable[[], bool] = lambda: False,
         keeps_aborted: bool = False,
+        pictures: Pictures | None = None,
     ) -> None:
         self.host, self.port, self.model_name = host, port, model_name
         self.is_ending, self.keeps_aborted, self.engine_timeout_s = is_ending, keeps_aborted, engine_timeout_s
-        self.sessions = Sessions(tokenizer, history=history, fork_threshold_tokens=fork_threshold_tokens, args=args)
+        options: dict[str, Any] = {"history": history, "fork_threshold_tokens": fork_threshold_tokens}
+        self.sessions = Sessions(tokenizer, args=args, pictures=pictures, **options)
         self.app = web.Application(client_max_size=max_body_bytes)
         self._created = int(time.time())
         shared: dict[str, Any] = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
@@ -282,8 +287,16 @@ class _Shared(metaclass=SingletonMeta):
             args=args,
             is_ending=lambda: state.aborted,
             keeps_aborted=args.partial_rollout,
+            pictures=_pictures(args, state),
         ).start()
         quiet_collector()
+
+
+def _pictures(args: Args, state: GenerateState) -> Pictures | None:
+    """What opens the images of agents, where the run trains on images."""
+    if not args.multimodal_keys or state.processor is None:
+        return None
+    return Pictures(state.processor, state.tokenizer, image_options(args))
 
 
 async def shared_gateway(args: Args) -> Gateway:

@@ -79,13 +79,14 @@ class McpEndpoint:
             return _error(number, _WRONG_PARAMS, f"no tool {name[:100]}; there is {', '.join(self._functions)}")
         if not isinstance(arguments or {}, dict):
             return _error(number, _WRONG_PARAMS, "arguments must be an object")
-        text, succeeded = await self._in_loop(self._call(ToolCall(name, arguments or {}), sample, on_failure))
-        return _result(number, {"content": [{"type": "text", "text": text}], "isError": not succeeded})
+        answer, succeeded = await self._in_loop(self._call(ToolCall(name, arguments or {}), sample, on_failure))
+        parts = [{"type": "text", "text": answer}] if isinstance(answer, str) else answer
+        return _result(number, {"content": [_block(part) for part in parts], "isError": not succeeded})
 
-    async def _in_loop(self, call: Coroutine[Any, Any, tuple[str, bool]]) -> tuple[str, bool]:
+    async def _in_loop(self, call: Coroutine[Any, Any, tuple[Any, bool]]) -> tuple[Any, bool]:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self.loop))
 
-    async def _call(self, call: ToolCall, sample: Sample, on_failure: OnFailure) -> tuple[str, bool]:
+    async def _call(self, call: ToolCall, sample: Sample, on_failure: OnFailure) -> tuple[Any, bool]:
         known, limit_s = list(self._functions), self.tools.timeout_s(call.name)
         try:
             return await call_tool(self.tools.call, self.args, sample, call, known=known, timeout_s=limit_s)
@@ -93,6 +94,14 @@ class McpEndpoint:
             logger.warning("a tool of an agent failed: %s", error)
             on_failure(str(error))
             return f"error: {call.name} cannot be called any more", False
+
+
+def _block(part: dict[str, Any]) -> dict[str, Any]:
+    """A content part as MCP has it: an image is base64 beside its type."""
+    if part["type"] == "text":
+        return part
+    head, _, data = part["image"].partition(";base64,")
+    return {"type": "image", "data": data, "mimeType": head.removeprefix("data:")}
 
 
 def _shown(function: dict[str, Any]) -> dict[str, Any]:

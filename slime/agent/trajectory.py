@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from slime.agent.pictures import Picture, Widened, spans_within
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class TurnRecord:
         meta_info: the engine's own, for weight versions, cache counters and top-p ids; None where there is none.
         parts: the engine's calls, where it aborted the turn and went on with it later; else empty.
         is_forced: a grammar chose tokens, so the turn is context and not trained.
+        images: of the prompt, which has one token for each.
     """
 
     prompt_ids: Sequence[int]
@@ -56,6 +58,7 @@ class TurnRecord:
     meta_info: dict[str, Any] | None = None
     parts: tuple[TurnRecord, ...] = ()
     is_forced: bool = False
+    images: tuple[Picture, ...] = ()
 
 
 class SharedBytes:
@@ -369,23 +372,26 @@ class _Builder:
 
     def sample(self, base: Sample, *, max_sample_tokens: int, args: Args | None) -> Sample:
         """Build the sample, cut to a length (0 = whole)."""
+        wide = Widened(self._last_turn.images)
         sample = Sample(
             index=base.index,
             group_index=base.group_index,
             rollout_id=base.index if base.rollout_id is None else base.rollout_id,
             prompt=base.prompt,
             label=base.label,
-            tokens=self.tokens[: self.prompt_length],
+            tokens=wide.segment(self.tokens[: self.prompt_length], 0),
         )
         position = self.prompt_length
         for start, end, turn in self.trained:
-            sample.append_response_tokens(tokens=self.tokens[position:start], trainable=False)
+            between = wide.segment(self.tokens[position:start], len(sample.tokens))
+            sample.append_response_tokens(tokens=between, trainable=False)
             for call in turn.parts or (turn,):
                 log_probs = call.output_log_probs or [0.0] * len(call.output_ids)
                 meta_info = without_experts(call.meta_info)
                 sample.append_response_tokens(args, tokens=call.output_ids, log_probs=log_probs, meta_info=meta_info)
             position = end
-        sample.append_response_tokens(tokens=self.tokens[position:], trainable=False)
+        sample.append_response_tokens(tokens=wide.segment(self.tokens[position:], len(sample.tokens)), trainable=False)
+        sample.image_spans = wide.spans or None
         if args is not None:  # of all tokens: the last call of the engine has read or written them
             meta_info = self._last_turn.meta_info or {}
             experts = {key: meta_info[key] for key in _EXPERT_KEYS if key in meta_info}
@@ -397,6 +403,7 @@ class _Builder:
             before = sum(sample.loss_mask or ())
             _cut(sample, max_sample_tokens)
             self.masked_tokens += before - sum(sample.loss_mask or ())
+        wide.give(sample)
         return sample
 
     @property
@@ -427,7 +434,9 @@ def without_experts(meta_info: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _cut(sample: Sample, length: int) -> None:
-    """Cut a sample's tokens, and every list that goes with them."""
+    """Cut a sample's tokens, and every list that goes with them; an image is cut as a whole."""
+    spans, length = spans_within(sample.image_spans or [], length)
+    sample.image_spans = spans or None
     kept = max(sample.response_length - (len(sample.tokens) - length), 0)
     sample.tokens = sample.tokens[:length]
     sample.response_length = kept

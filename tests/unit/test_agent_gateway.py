@@ -35,6 +35,7 @@ from tests.unit.agent_fakes import (
     send,
     until,
 )
+from tests.unit.test_image_prompts import Processor
 
 Status = Sample.Status
 
@@ -245,12 +246,13 @@ def test_the_log_of_failed_requests_has_no_keys(caplog):
 
 
 def test_the_shared_gateway_is_made_of_the_runs_flags(monkeypatch):
-    state = types.SimpleNamespace(tokenizer=FakeTokenizer(), aborted=False)
+    state = types.SimpleNamespace(tokenizer=FakeTokenizer(), aborted=False, processor=Processor())
     monkeypatch.setattr(gateway_module, "GenerateState", lambda args: state)
     args = types.SimpleNamespace(
         sglang_router_ip="127.0.0.1", sglang_router_port=1, sglang_tool_call_parser="qwen25",
         sglang_reasoning_parser=None, agent_history="render", agent_gateway_host="127.0.0.2", agent_gateway_port=0,
-        partial_rollout=True, use_rollout_routing_replay=False,
+        partial_rollout=True, use_rollout_routing_replay=False, multimodal_keys={"image": "none"},
+        image_min_pixels=None, image_max_pixels=None, allow_image_urls=False,
     )  # fmt: skip
 
     async def twice():
@@ -262,6 +264,7 @@ def test_the_shared_gateway_is_made_of_the_runs_flags(monkeypatch):
         connection.request("GET", "/healthz")
         assert json.loads(connection.getresponse().read()) == {"ok": True, "sessions": 0}
         assert server is same and server.url == f"http://127.0.0.2:{server.port}"
+        assert server.sessions.pictures is not None and server.sessions.pictures.token == Processor.image_token_id
         assert not server.sessions.appends and server.keeps_aborted and not server.is_ending()
         state.aborted = True
         assert server.is_ending()

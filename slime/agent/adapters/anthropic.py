@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from typing import Any
@@ -14,6 +15,7 @@ from slime.agent.adapters.wire import (
     BadRequest,
     Event,
     Refused,
+    content_of,
     flatten_content,
     header,
     json_answer,
@@ -25,6 +27,7 @@ from slime.agent.adapters.wire import (
     tool_schema,
 )
 from slime.agent.parsing import ParsedModelOutput
+from slime.agent.pictures import width
 from slime.agent.trajectory import Message
 
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
@@ -103,10 +106,19 @@ def _user(content: Any) -> list[Message]:
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     messages: list[Message] = []
-    for block in content or ():
-        is_result = isinstance(block, dict) and block.get("type") == "tool_result"
-        messages.append({"role": "tool" if is_result else "user", "content": flatten_content(block)})
+    for is_result, group in itertools.groupby(content or (), _is_result):
+        blocks = list(group)
+        together = content_of(blocks)
+        if isinstance(together, list) and not is_result:  # an image and the words about it
+            messages.append({"role": "user", "content": together})
+            continue
+        role = "tool" if is_result else "user"
+        messages += [{"role": role, "content": content_of(block)} for block in blocks]
     return messages
+
+
+def _is_result(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == "tool_result"
 
 
 def _assistant(blocks: list[Any]) -> Message:
@@ -159,10 +171,11 @@ class AnthropicAdapter(BaseAdapter):
         try:
             body = await self._read_body(request)
             known = self.store.get(self._session_id(request, body)) or Session()
-            prompt = await self.make_prompt(known, *self._chat_of(request, body, known))
+            prompt = await self.make_prompt(known, *await self._chat_of(request, body, known))
+            images = self.sessions.images_of(known, prompt)
         except Refused as error:
             return error.response()
-        return web.json_response({"input_tokens": len(prompt.ids)})
+        return web.json_response({"input_tokens": width(prompt.ids, images)})
 
     def _too_long(self, num_tokens: int, limit: int) -> Refused:
         return BadRequest(f"prompt is too long: {num_tokens} tokens > {limit} maximum")  # clients look for these words

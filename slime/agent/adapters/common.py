@@ -40,6 +40,7 @@ from slime.agent.adapters.wire import (
 )
 from slime.agent.history import Prompt
 from slime.agent.parsing import ParsedModelOutput, parse_model_output, written_text
+from slime.agent.pictures import Picture, width
 from slime.agent.trajectory import Message, TurnRecord
 from slime.utils.errors import UsageError
 from slime.utils.types import Sample
@@ -279,7 +280,7 @@ class BaseAdapter:
         async with session.lock:
             if request.transport is None or request.transport.is_closing():
                 return web.Response(status=_CLIENT_GONE)
-            counts = len(answer.turn.prompt_ids), len(answer.turn.output_ids)
+            counts = width(answer.turn.prompt_ids, answer.turn.images), len(answer.turn.output_ids)
             response = await self._respond(request, body, answer.reply, *counts, stream)
             if not response.prepared:
                 await response.prepare(request)
@@ -289,9 +290,11 @@ class BaseAdapter:
 
     async def _answer(self, request: web.Request, body: dict[str, Any], sid: str, session: Session) -> Answer:
         """Have the engine answer a request."""
-        messages, tools = self._chat_of(request, body, session)
+        messages, tools = await self._chat_of(request, body, session)
         prompt = await self.make_prompt(session, messages, tools)
-        turn = await self._generate(prompt.ids, session, body, sid=sid, tools=tools)
+        images = self.sessions.images_of(session, prompt)
+        more: dict[str, Any] = {"images": images} if images else {}
+        turn = await self._generate(prompt.ids, session, body, sid=sid, tools=tools, **more)
         may_call = body.get("tool_choice") not in _NO_TOOLS
         shown = tools if may_call else None
         if self._has_parsed and len(turn.output_ids) < _SHORT_OUTPUT:
@@ -303,16 +306,25 @@ class BaseAdapter:
             turn = dataclasses.replace(turn, ill_formed=True)
         return Answer(prompt, tools, turn, self._build_reply(parsed, turn.finish_reason, messages, tools))
 
-    def _chat_of(
+    async def _chat_of(
         self, request: web.Request, body: dict[str, Any], session: Session
     ) -> tuple[list[Message], list[dict[str, Any]] | None]:
         """Chat messages and tools of a request."""
-        return self._translate(body)
+        messages, tools = self._translate(body)
+        return await self.sessions.take_images(session, messages), tools
 
     async def _generate(
-        self, prompt_ids: Sequence[int], session: Session, body: dict[str, Any], *, sid: str, tools: Any
+        self,
+        prompt_ids: Sequence[int],
+        session: Session,
+        body: dict[str, Any],
+        *,
+        sid: str,
+        tools: Any,
+        images: Sequence[Picture] = (),
     ) -> TurnRecord:
-        return await call_sglang_generate(prompt_ids, session, body, adapter=self, session_id=sid)
+        more: dict[str, Any] = {"images": images} if images else {}
+        return await call_sglang_generate(prompt_ids, session, body, adapter=self, session_id=sid, **more)
 
     def _delivered(self, sid: str, session: Session, answer: Answer) -> None:
         """A client has an answer: record it, and tell the callback."""

@@ -31,6 +31,7 @@ from slime.agent.adapters.wire import (
     unserved,
 )
 from slime.agent.history import Intake, Seen
+from slime.agent.pictures import Picture, width
 from slime.agent.trajectory import Message, TurnRecord
 from slime.utils.errors import HttpError
 
@@ -59,7 +60,7 @@ class Guarded(BaseAdapter):
         session = self.store.get(key)
         seen = session.seen if isinstance(session, KeyedSession) else Seen()
         intake = request[_INTAKE] = Intake(seen, request.path, body)
-        check_shape(body, num_known=intake.num_known)
+        check_shape(body, num_known=intake.num_known, takes_images=self.sessions.pictures is not None)
         if not intake.num_known:
             super()._preprocess_body(body)
         return body
@@ -67,11 +68,12 @@ class Guarded(BaseAdapter):
     def _preprocess_body(self, body: dict[str, Any]) -> None:
         """Change nothing yet: it has to be checked first."""
 
-    def _chat_of(
+    async def _chat_of(
         self, request: web.Request, body: dict[str, Any], session: Session
     ) -> tuple[list[Message], list[dict[str, Any]] | None]:
         intake = request[_INTAKE]
-        seen = intake.seen_as(*self._translate(intake.new_body(body)))
+        messages, tools = self._translate(intake.new_body(body))
+        seen = intake.seen_as(await self.sessions.take_images(session, messages), tools)
         if isinstance(session, KeyedSession):
             session.seen = seen
         return seen.messages, seen.tools
@@ -129,7 +131,8 @@ class Guarded(BaseAdapter):
     ) -> Answer:
         is_answered = False
         try:
-            session.ignored.update(unserved(body, request[_INTAKE].new))
+            takes_images = self.sessions.pictures is not None
+            session.ignored.update(unserved(body, request[_INTAKE].new, takes_images=takes_images))
             answer = await super()._answer(request, body, sid, session)
             if answer.turn.is_forced and answer.turn.finish_reason == "stop" and not _calls(answer):
                 raise HttpError("the engine has not obeyed the grammar of tool_choice")
@@ -162,18 +165,25 @@ class Guarded(BaseAdapter):
         return Refused(f"the engine failed: {error}"[:1000], 503, "api_error")
 
     async def _generate(
-        self, prompt_ids: Sequence[int], session: Session, body: dict[str, Any], *, sid: str, tools: Any
+        self,
+        prompt_ids: Sequence[int],
+        session: Session,
+        body: dict[str, Any],
+        *,
+        sid: str,
+        tools: Any,
+        images: Sequence[Picture] = (),
     ) -> TurnRecord:
         assert isinstance(session, KeyedSession)
-        if 0 < session.max_context_tokens <= len(prompt_ids):
+        if 0 < session.max_context_tokens <= (num_tokens := width(prompt_ids, images)):
             session.end_reason = "length"
-            raise self._too_long(len(prompt_ids), session.max_context_tokens)
+            raise self._too_long(num_tokens, session.max_context_tokens)
         constraint = forced_call(session, body, tools, tokenizer=self.tokenizer, parser=self.tool_parser)
         ids, parts = prompt_ids, []
         deadline = time.monotonic() + self.engine_timeout_s
         while True:
             await self.gateway.until_generating(session)
-            keys: dict[str, Any] = {"session_id": session.route, "constraint": constraint}
+            keys: dict[str, Any] = {"session_id": session.route, "constraint": constraint, "images": images}
             part = await call_sglang_generate(
                 ids, session, body, adapter=self, num_before=len(ids) - len(prompt_ids), **keys
             )

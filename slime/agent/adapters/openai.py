@@ -15,6 +15,7 @@ from slime.agent.adapters.wire import (
     BadRequest,
     Event,
     Refused,
+    content_of,
     flatten_content,
     json_answer,
     manager_finish_reason,
@@ -45,7 +46,7 @@ def _translate_messages(messages: Any) -> list[Message]:
     for message in messages:
         role = message.get("role") if isinstance(message, dict) else None
         if role in _PLAIN_ROLES:
-            translated.append({"role": _PLAIN_ROLES[role], "content": flatten_content(message.get("content"))})
+            translated.append({"role": _PLAIN_ROLES[role], "content": content_of(message.get("content"))})
         elif role == "assistant":
             translated.append(_assistant(message))
     return translated
@@ -198,9 +199,9 @@ def _translate_input(body: dict[str, Any]) -> list[Message]:
             continue
         answer = None
         if kind == "function_call_output":
-            messages.append({"role": "tool", "content": flatten_content(item.get("output"))})
+            messages.append({"role": "tool", "content": content_of(item.get("output"))})
         elif kind == "message" and item.get("role") in _PLAIN_ROLES:
-            messages.append({"role": _PLAIN_ROLES[item["role"]], "content": flatten_content(item.get("content"))})
+            messages.append({"role": _PLAIN_ROLES[item["role"]], "content": content_of(item.get("content"))})
     return messages
 
 

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -16,9 +16,11 @@ import orjson
 from slime.agent.adapters.wire import BadRequest, Refused, new_id, tool_choice
 from slime.agent.history import History, Prompt, Seen, SharedIds
 from slime.agent.parsing import begins_thought, call_grammar
+from slime.agent.pictures import Picture, width
 from slime.agent.trajectory import TurnRecord
 from slime.processes.progress import went_on
 from slime.rollout.sampling.engine_request import AFFINITY_HEADER, tokens_of
+from slime.rollout.sampling.images import with_stop
 from slime.utils.errors import HttpError, UsageError
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
@@ -72,6 +74,7 @@ class Session:
         evaluation: its samples are not trained on.
         num_tokens: generated so far.
         is_cut_off: its server has been stopped.
+        images: those of its requests, by name.
         end_reason: what last refused or failed a turn, one of `slime.utils.types.END_REASONS`; an answer resets it.
     """
 
@@ -89,6 +92,7 @@ class Session:
     num_tokens: int = 0
     end_reason: str | None = None
     is_cut_off: bool = False
+    images: dict[str, Picture] = field(default_factory=dict)
 
     def end(self) -> None:
         """Called when the session ends, on the server's loop, before its turns are waited for."""
@@ -249,6 +253,7 @@ async def call_sglang_generate(
     session_id: str | None = None,
     constraint: dict[str, Any] | None = None,
     num_before: int = 0,
+    images: Sequence[Picture] = (),
 ) -> TurnRecord:
     """Have the engine continue token ids.
 
@@ -260,26 +265,37 @@ async def call_sglang_generate(
         session_id: keeps the calls of a session on one engine; not sent for "default".
         constraint: more sampling parameters, such as a grammar.
         num_before: tokens at the end of the prompt that belong to this turn: the engine aborted it.
+        images: what tokens of the prompt stand for.
 
     Returns:
         The turn; one without output where the prompt leaves no room in the context.
 
     Raises:
-        HttpError: the engine refused, or did not answer in time.
+        HttpError: the engine refused, did not answer in time, or saw another number of prompt tokens than the trainer.
     """
     keys = {"max_token_keys": adapter.max_token_keys, "stop_keys": adapter.stop_keys}
     params = {**sampling_params(session, body, **keys), **(constraint or {})}
-    if not _fit(params, session, len(prompt_ids), num_before):
-        return TurnRecord(prompt_ids, [], "length")
+    if (pictures := adapter.sessions.pictures) is not None:  # an engine could not go on from a token of images
+        params = with_stop(params, pictures.token)
+    num_tokens = width(prompt_ids, images)
+    if not _fit(params, session, num_tokens, num_before):
+        return TurnRecord(prompt_ids, [], "length", images=tuple(images))
     rid, limit_s = new_id(num_hex=32), min(adapter.engine_timeout_s, max(session.seconds_left, 0.0))
-    ids: Any = orjson.Fragment(prompt_ids.json()) if isinstance(prompt_ids, SharedIds) else prompt_ids
-    payload: dict[str, Any] = {"rid": rid, "input_ids": ids, "sampling_params": params, "return_logprob": True}
+    payload = _payload(prompt_ids, params, images) | {"rid": rid}
     if adapter.sessions.keeps_experts:
         payload["return_routed_experts"] = True
     headers = {AFFINITY_HEADER: session_id} if session_id and session_id != DEFAULT_SID else None
+    answer = await _ask(adapter, payload, headers, limit_s)
+    turn = _turn_of(prompt_ids, answer, keeps_experts=adapter.sessions.keeps_experts)
+    return _with_images(turn, images, num_tokens)
+
+
+async def _ask(adapter: BaseAdapter, payload: dict[str, Any], headers: dict[str, str] | None, limit_s: float) -> Any:
+    """The engine's answer; where nobody waits for it any more, the engine is told."""
+    rid = payload["rid"]
     try:
         async with asyncio.timeout(limit_s):
-            answer = await post(f"{adapter.sglang_url}/generate", payload, headers=headers)
+            return await post(f"{adapter.sglang_url}/generate", payload, headers=headers)
     except TimeoutError:
         await _abort(adapter, rid)
         raise HttpError(f"the engine did not answer within {limit_s:g} s") from None
@@ -287,7 +303,24 @@ async def call_sglang_generate(
         if getattr(error, "status", None) is None:  # an engine that has answered has ended the request, too
             await _abort(adapter, rid)
         raise
-    return _turn_of(prompt_ids, answer, keeps_experts=adapter.sessions.keeps_experts)
+
+
+def _payload(prompt_ids: Sequence[int], params: dict[str, Any], images: Sequence[Picture]) -> dict[str, Any]:
+    ids: Any = orjson.Fragment(prompt_ids.json()) if isinstance(prompt_ids, SharedIds) else prompt_ids
+    shown = {"image_data": [image.uri for image in images]} if images else {}
+    return {"input_ids": ids, "sampling_params": params, "return_logprob": True, **shown}
+
+
+def _with_images(turn: TurnRecord, images: Sequence[Picture], num_tokens: int) -> TurnRecord:
+    """A turn with its images; the engine must have seen as many prompt tokens as the trainer will."""
+    seen = (turn.meta_info or {}).get("prompt_tokens")
+    if images and seen != num_tokens:
+        sizes = ", ".join(f"{one.image.width} x {one.image.height} {one.num_tokens}" for one in images)
+        raise HttpError(
+            f"the engine saw {seen} prompt tokens; with the processor of --hf-checkpoint they are {num_tokens}, "
+            f"images {sizes} of them: it left one out or scaled it otherwise"
+        )
+    return replace(turn, images=tuple(images))
 
 
 def _fit(params: dict[str, Any], session: Session, num_prompt: int, num_before: int) -> bool:
@@ -326,4 +359,5 @@ def joined(prompt_ids: Sequence[int], parts: list[TurnRecord]) -> TurnRecord:
     ids = [token for part in parts for token in part.output_ids]
     log_probs = [value for part in parts for value in part.output_log_probs]
     last = parts[-1]
-    return TurnRecord(prompt_ids, ids, finish_reason, log_probs, meta_info=last.meta_info, parts=tuple(parts))
+    more: dict[str, Any] = {"meta_info": last.meta_info, "parts": tuple(parts), "images": last.images}
+    return TurnRecord(prompt_ids, ids, finish_reason, log_probs, **more)

@@ -15,9 +15,12 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from slime.agent.adapters.session import Answer, Session
-from slime.agent.history import MODES, drift, has_template, kept
+from slime.agent.adapters.wire import BadRequest, omits_images
+from slime.agent.history import MODES, Prompt, drift, has_template, kept
+from slime.agent.pictures import Picture, Pictures
 from slime.agent.trajectory import Message, TrajectoryManager, shown_key
 from slime.processes.wait import DaemonThreads
+from slime.rollout.sampling.images import collapsed
 from slime.utils.errors import UsageError
 from slime.utils.types import Sample
 
@@ -47,6 +50,7 @@ class Sessions:
         history: "append" or "render", see `slime.agent.history`.
         fork_threshold_tokens: of `TrajectoryManager`.
         args: the run's; needed where the engine returns routed experts.
+        pictures: opens images; None where the model sees none.
 
     Attributes:
         store: open sessions by key.
@@ -63,10 +67,11 @@ class Sessions:
         history: str = "append",
         fork_threshold_tokens: int | None = None,
         args: Args | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
         if history not in MODES:
             raise UsageError(f"history {history!r} is unknown; it is one of {', '.join(MODES)}")
-        self.tokenizer, self.args = tokenizer, args
+        self.tokenizer, self.args, self.pictures = tokenizer, args, pictures
         self.keeps_experts = args is not None and args.use_rollout_routing_replay
         self.appends = history == "append" and has_template(tokenizer)
         self.store: dict[str, Session] = {}
@@ -102,6 +107,32 @@ class Sessions:
             session = self.store[sid] = Session()
         session.used_at = time.monotonic()
         return session
+
+    async def take_images(self, session: Session, messages: list[Message]) -> list[Message]:
+        """Open the images of messages; a model that sees none reads in their place that they are left out.
+
+        Raises:
+            BadRequest: one cannot be read.
+        """
+        if self.pictures is None:
+            return [omits_images(message) for message in messages]
+        try:
+            return await self.pictures.take(session.images, messages)
+        except UsageError as error:
+            raise BadRequest(str(error), param="content") from error
+
+    def images_of(self, session: Session, prompt: Prompt) -> tuple[Picture, ...]:
+        """The images of a prompt.
+
+        Raises:
+            BadRequest: its token ids have another number of places for them.
+        """
+        if self.pictures is None or not session.images:
+            return ()
+        try:
+            return self.pictures.of_prompt(session.images, prompt.messages, prompt.ids)
+        except UsageError as error:
+            raise BadRequest(str(error), param="content") from error
 
     def begin(self, sid: str, task: asyncio.Task[Any]) -> None:
         """Count a task as one of a session's until it ends: the session's end waits for it."""
@@ -154,7 +185,9 @@ class Sessions:
             args=self.args,
         )
         for sample in samples:
-            ids = sample.tokens[len(sample.tokens) - sample.response_length :]
+            end = len(sample.tokens) - sample.response_length
+            num_shown = sum(length - 1 for start, length in sample.image_spans or () if start < end)
+            ids = collapsed(sample)[end - num_shown :]
             sample.response = str(self.tokenizer.decode(ids, skip_special_tokens=False))
             sample.metadata["agent"]["ignored_fields"] = sorted(session.ignored)
         return samples

@@ -86,6 +86,44 @@ def flatten_content(content: Any) -> str:
     )
 
 
+def content_of(content: Any) -> str | list[dict[str, Any]]:
+    """A content as chat templates take it: its text, or its parts where there are images, which are URIs yet.
+
+    Example:
+        >>> content_of(["a", {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}])
+        [{'type': 'text', 'text': 'a'}, {'type': 'image', 'image': 'data:image/png;base64,AA'}]
+    """
+    parts: list[dict[str, Any]] = []
+    for block in _flat(content):
+        if isinstance(block, dict) and block.get("type") in _IMAGES:
+            parts.append({"type": "image", "image": _uri_of(block)})
+        elif text := flatten_content(block):
+            parts.append({"type": "text", "text": text})
+    return parts if any(part["type"] == "image" for part in parts) else flatten_content(content)
+
+
+def _flat(content: Any) -> list[Any]:
+    """Blocks, with those of tools' results in their places."""
+    if isinstance(content, dict) and content.get("type") == "tool_result":
+        return _flat(content.get("content"))
+    return [one for block in content for one in _flat(block)] if isinstance(content, list) else [content]
+
+
+def _uri_of(block: dict[str, Any]) -> str:
+    """What a block of OpenAI's or Anthropic's says of its image; "" where that is nothing to open."""
+    source = block.get("image_url") or block.get("source")
+    if isinstance(source, dict):
+        is_data = source.get("type") == "base64"
+        source = f"data:{source.get('media_type')};base64,{source.get('data')}" if is_data else source.get("url")
+    return source if isinstance(source, str) else ""
+
+
+def omits_images(message: dict[str, Any]) -> dict[str, Any]:
+    """A message for a model that sees no images: its text says where they were."""
+    content = message.get("content")
+    return {**message, "content": flatten_content(content)} if isinstance(content, list) else message
+
+
 def tool_call_dict(name: str, args: dict[str, Any]) -> dict[str, Any]:
     """A call as chat templates take it: arguments are an object, and there is no id."""
     return {"type": "function", "function": {"name": name, "arguments": args}}
@@ -135,12 +173,13 @@ _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 _SERVED = (*_TEXTS, "tool_result", "tool_use", "thinking", "redacted_thinking", "refusal")
 
 
-def check_shape(body: dict[str, Any], *, num_known: int = 0) -> None:
+def check_shape(body: dict[str, Any], *, num_known: int = 0, takes_images: bool = False) -> None:
     """Check the fields of a request that are read, of all protocols.
 
     Args:
         body: of the request.
         num_known: messages, or items, at its head that were checked with the request before, as its tools were.
+        takes_images: the model sees them.
 
     Raises:
         BadRequest: one has a wrong shape; it is named.
@@ -165,7 +204,7 @@ def check_shape(body: dict[str, Any], *, num_known: int = 0) -> None:
             _check(text is None or isinstance(text, str), f"tools[{index}].{name}", text, "a text")
     for index, message in enumerate((body.get("messages") or ())[num_known:], num_known):
         if not _is_plain(message) or message.get("role") not in _ROLES:
-            _check_message(f"messages[{index}]", message)
+            _check_message(f"messages[{index}]", message, takes_images)
     items = body.get("input")
     for index, item in enumerate(items[num_known:] if isinstance(items, list) else (), num_known):
         name = f"input[{index}]"
@@ -173,7 +212,7 @@ def check_shape(body: dict[str, Any], *, num_known: int = 0) -> None:
         kind = item.get("type", "message")
         _check(kind in _ITEMS, f"{name}.type", kind, f"one of {', '.join(_ITEMS)}")
         if kind == "message":
-            _check_message(name, item)
+            _check_message(name, item, takes_images)
         summary = item.get("summary")
         is_summary = isinstance(summary, list) and all(isinstance(part, dict) for part in summary)
         _check(summary is None or is_summary, f"{name}.summary", summary, "a list of objects")
@@ -184,7 +223,7 @@ def _is_plain(message: Any) -> bool:
     return type(message) is dict and type(message.get("content")) is str and not message.get("tool_calls")
 
 
-def _check_message(name: str, message: Any) -> None:
+def _check_message(name: str, message: Any, takes_images: bool) -> None:
     _check(isinstance(message, dict), name, message, "an object")
     _check(message.get("role") in _ROLES, f"{name}.role", message.get("role"), f"one of {', '.join(_ROLES)}")
     content, calls = message.get("content"), message.get("tool_calls")
@@ -193,8 +232,10 @@ def _check_message(name: str, message: Any) -> None:
     for index, block in enumerate(content if isinstance(content, list) else ()):
         is_typed = isinstance(block, dict) and isinstance(block.get("type"), str)
         _check(is_typed or isinstance(block, str), f"{name}.content[{index}]", block, "an object with a type")
-        is_image = is_typed and block["type"] in _IMAGES
-        _check(not is_image, f"{name}.content[{index}]", block, "a text: the gateway gives no images to the model")
+        is_shown = takes_images or not is_typed or block["type"] not in _IMAGES
+        _check(
+            is_shown, f"{name}.content[{index}]", block, "a text: without --multimodal-keys the model sees no images"
+        )
         if is_typed and block["type"] == "tool_use":
             where = f"{name}.content[{index}]"
             _check(isinstance(block.get("name"), str), f"{where}.name", block.get("name"), "a text")
@@ -211,8 +252,9 @@ def _check(is_right: bool, name: str, value: Any, wanted: str) -> None:
         raise BadRequest(f"{name}: {str(value)[:100]!r} must be {wanted}", param=name)
 
 
-def unserved(body: dict[str, Any], items: list[Any]) -> set[str]:
+def unserved(body: dict[str, Any], items: list[Any], *, takes_images: bool = False) -> set[str]:
     """What of a well-shaped request no model gets: kinds of content, in its items, and of tools."""
+    served = (*_SERVED, *_IMAGES) if takes_images else _SERVED
     found = {f"tools: {tool['type']}" for tool in body.get("tools") or () if _is_unserved_tool(tool)}
     for item in items:
         content = item.get("content")
@@ -221,7 +263,7 @@ def unserved(body: dict[str, Any], items: list[Any]) -> set[str]:
         for block in content if isinstance(content, list) else ():
             inner = block.get("content") if isinstance(block, dict) else None  # a tool's result may hold an image
             for part in (block, *(inner if isinstance(inner, list) else ())):
-                if isinstance(part, dict) and part.get("type") not in _SERVED:
+                if isinstance(part, dict) and part.get("type") not in served:
                     found.add(f"content: {part.get('type')}")
     if body.get("parallel_tool_calls") is False:
         found.add("parallel_tool_calls")
