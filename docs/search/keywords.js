@@ -23,6 +23,7 @@ const PAGE_KEYWORDS = {
   "docs/distillation": "smaller model kl logits two models teacher student distill on-policy opd",
   "docs/resume": "training more gpus fewer another machine move kill again same directory step number continue restart preempted crash interrupted load checkpoint again slurm requeue stop pause later spot preemptible losing work",
   "docs/checkpoints": "training more gpus broken damaged every steps rollouts model weights save disk full space delete old keep corrupt checksum storage interval async save best last stop where go s3 cloud best",
+  "docs/elastic_engines": "elastic join leave spot preemptible scale up add engine node capacity grow drain autoscale",
   "docs/fault_tolerance": "spare replace healthy heartbeat retry machine cluster failed crash die dies dead node failure engine killed restart elastic recover lost",
   "docs/stalls": "hang hangs stuck frozen deadlock timeout watchdog kill leftover process shutdown stop exit nccl",
   "docs/troubleshooting": "stable unstable goes up down rises drops falls increases decreases garbage nonsense gibberish noise broken output worse bad cut off truncated answers zero always unstable diverges spikes symptom cause empty nothing happens learn learning forever takes long start waiting responses get longer long grow shorter repeat problem wrong help fix oom out of memory slow stuck flat collapse nan fails error why explodes crash collapsed does not stop generating end never endless repeats",

@@ -358,6 +358,8 @@ FAMILIES: dict[str, tuple[MetricRow, ...]] = {
             ("rollout/engines", "engines that serve", "engines", "all of them"),
             ("rollout/engines_lost", "engines lost so far", "engines", "0"),
             ("rollout/engines_replaced", "engines started in place of lost ones so far", "engines"),
+            ("rollout/engines_joined", "engines that joined so far (--elastic-rollout)", "engines"),
+            ("rollout/engines_left", "of those, engines that have left or were lost", "engines"),
             ("rollout/engine_loads/running", "requests that an engine runs, mean while any are", "requests"),
             ("rollout/engine_loads/queued", "requests that wait in an engine", "requests", "near 0"),
             ("rollout/engine_loads/tokens_per_s", "tokens that an engine generates", "tokens/s"),

@@ -33,19 +33,23 @@ class EngineUpkeep:
         parts: of the run.
         phases: of the run; while engines are started it is in phase "start".
         is_on: lost engines are replaced (--use-fault-tolerance).
+        may_grow: engines may join in the middle of a rollout (--elastic-rollout).
 
     Attributes:
         version: of the last weight sync; 0 before the first.
         sends_weights: whether engines take the trainer's weights.
+        is_ahead: the trainer's weights are newer than those of the last sync.
     """
 
-    def __init__(self, parts: RunParts, phases: Phases, *, is_on: bool) -> None:
+    def __init__(self, parts: RunParts, phases: Phases, *, is_on: bool, may_grow: bool = False) -> None:
         self._parts = parts
         self._phases = phases
         self._is_on = is_on
         self._engine_count = 0
+        self._may_grow = is_on and may_grow
         self.version = 0
         self.sends_weights = False
+        self.is_ahead = True
 
     def replace(self) -> None:
         """Start engines in place of lost ones; those that take the trainer's weights serve after the next sync."""
@@ -66,7 +70,7 @@ class EngineUpkeep:
             self._start_where_there_is_room()
             self._parts.turns.to_trainer(self._trainers)
         engines, sizes = self.handles()
-        self.sends_weights = bool(engines)
+        self.sends_weights, self.is_ahead = bool(engines), True
         if engines:
             self._trainers.connect_rollout_engines(engines, sizes, weight_version=self.version)
         return self.sends_weights
@@ -78,7 +82,33 @@ class EngineUpkeep:
 
     def wait(self, ref: ray.ObjectRef | list[ray.ObjectRef], what: str) -> Any:
         """Wait for what is made of the engines' answers; meanwhile a model that has no engine any more gets others."""
-        return get(ref, what, WORK_DEADLINE_S, meanwhile=self.serve_all if self._is_on else None)
+        return get(ref, what, WORK_DEADLINE_S, meanwhile=self.look_after if self._is_on else None)
+
+    def look_after(self) -> None:
+        """Have every model served, and let engines in that join."""
+        self.serve_all()
+        self.welcome()
+
+    def welcome(self) -> None:
+        """Give engines that have joined the weights of the last sync at once, and let them serve.
+
+        Where the trainer has newer ones, or has left its GPU, they get theirs in the next sync.
+        """
+        if not self._may_grow or not self.sends_weights or self.is_ahead or self._parts.turns.trainers_leave:
+            return
+        engines, sizes = get(self._manager.admit_engines.remote(), "the engines that join", STATE_DEADLINE_S)
+        if not engines:
+            return
+        self._engine_count = -1  # the next sync goes to all of them again
+        try:
+            self._trainers.connect_rollout_engines(engines, sizes, weight_version=self.version - 1)
+            self._trainers.update_weights()
+        except ActorLost:
+            raise
+        except ActorFailure as error:
+            failed = self._manager.engines_failed.remote(range(len(engines)), str(error))
+            get(failed, "the watch over the engines", STATE_DEADLINE_S)
+        self.register()
 
     def serve_all(self, *, with_weights: bool = True) -> None:
         """Have every model served again that has lost all of its engines.
@@ -136,7 +166,7 @@ class EngineUpkeep:
                     raise
                 logger.warning("the weights are sent again, without engines that were lost meanwhile: %s", error)
             else:
-                self.version = version
+                self.version, self.is_ahead = version, False
                 return metrics
 
     def _count(self) -> int:

@@ -101,7 +101,8 @@ class RunLifetime:
         self._events: RunEvents | None = None
         self.phases = Phases(on_change=lambda change, name: self._tell(change, phase=name, rollout=self._rollout_id))
         self._status = RunStatus(self.phases, self._counts, logger.info)
-        self.upkeep = EngineUpkeep(self.parts, self.phases, is_on=args.use_fault_tolerance and self._has_engines)
+        is_on = args.use_fault_tolerance and self._has_engines
+        self.upkeep = EngineUpkeep(self.parts, self.phases, is_on=is_on, may_grow=args.elastic_rollout)
         self._exit = ExitRequest(args.exit_signal if args.exit_signal_handler else None, args.exit_duration_in_mins)
         self._ends_after: int | None = None
 

@@ -121,6 +121,7 @@ class TrainingRun(RunLifetime):
         """
         self._rollout_id = rollout_id
         self.upkeep.replace()
+        self.upkeep.welcome()
         if first := self.parts.critic or self.parts.actor:
             self.turns.to_trainer(first)  # meanwhile the manager makes the training data of the samples
         data, records = get(rollout.train_data, GENERATION, WORK_DEADLINE_S)
@@ -137,6 +138,7 @@ class TrainingRun(RunLifetime):
             values = self.parts.critic.compute_values(rollout_id, data)
         self._checkpoints.finish(self.parts.groups, self.turns, if_written=True)
         self.turns.to_trainer(self.trainers)
+        self.upkeep.is_ahead = True
         records, returns = self.trainers.train(rollout_id, data, values)
         if self.parts.critic:
             self.turns.to_trainer(self.parts.critic)

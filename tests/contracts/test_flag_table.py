@@ -109,6 +109,7 @@ OURS = {
     "--overlong-buffer-len": "soft overlong punishment",
     "--overlong-penalty-factor": "soft overlong punishment",
     "--max-engine-restarts-per-hour": "fault tolerance",
+    "--elastic-rollout": "fault tolerance",
     "--peer-checkpoint-interval": "fault tolerance",
     "--pf-ppo-reweight": "policy filtration",
     "--pf-ppo-weight-pow": "policy filtration",

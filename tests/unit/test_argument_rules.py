@@ -257,6 +257,20 @@ def test_v14_engines_that_run_already_have_addresses(check: Check) -> None:
     assert check().args.rollout_external is False
 
 
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ("--colocate", "--elastic-rollout does not go with --colocate"),
+        ("--prefill-num-servers 1", "--elastic-rollout does not go with --sglang-config or --prefill-num-servers"),
+        ("--update-weight-local-checkpoint-dir /x", "not go with --update-weight-local-checkpoint-dir"),
+    ],
+)
+def test_engines_that_join_are_like_those_of_a_run_that_has_its_own(check: Check, more: str, sentence: str) -> None:
+    elastic = "--use-fault-tolerance --elastic-rollout --rollout-num-gpus 2"
+    has(check(f"{elastic} {more}", without="" if more == "--colocate" else "--colocate").problems.wrong, sentence)
+    assert not any("--elastic-rollout" in line for line in check(elastic, without="--colocate").problems.wrong)
+
+
 def test_v15_ppo_has_a_critic_of_the_trainers_size(check: Check) -> None:
     args = check("--advantage-estimator ppo --actor-num-nodes 2 --actor-num-gpus-per-node 4").args
     assert (args.use_critic, args.critic_num_nodes, args.critic_num_gpus_per_node) == (True, 2, 4)

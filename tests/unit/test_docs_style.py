@@ -19,7 +19,7 @@ DIALECT = re.compile(
     r"lies? behind|behind the router|beside (?:it|the|training)|of which its|is told|are told|be told)",
 )
 PLACES = ("scripts/", "tools/", "examples/", "benchmarks/", "tests/", "docs/", "slime/", "docker/")
-PARSERS = ("slime/cli.py", "slime/backends/megatron_utils/server/flags.py")
+PARSERS = ("slime/cli.py", "slime/backends/megatron_utils/server/flags.py", "slime/backends/sglang_utils/join.py")
 # Flags of other programs that pages show.
 FOREIGN = {
     "--pid", "--group-add", "--build-arg",

@@ -104,6 +104,7 @@ def run_args(**changes):
         "release_train": False,
         "max_restarts": 0,
         "use_fault_tolerance": False,
+        "elastic_rollout": False,
         "deterministic": False,
         "peer_checkpoint_interval": None,
         **NO_EXIT,

@@ -39,6 +39,8 @@ class World:
         self.ended: list[str] = []
         self.judges = ["judge"]
         """Engines of a model that takes no weights."""
+        self.guests: list[str] = []
+        """Engines that want to join."""
 
     def __getattr__(self, verb: str) -> Any:  # of the manager
         return SimpleNamespace(remote=lambda *values: getattr(self, f"do_{verb}")(*values))
@@ -63,6 +65,11 @@ class World:
 
     def do_lacks_engines(self) -> bool:
         return not self.judges or not [engine for engine in self.engines if engine not in self.waiting]
+
+    def do_admit_engines(self) -> tuple[list[str], list[int]]:
+        if new := [name for name in self.guests if name not in self.engines]:
+            self.engines, self.count, self.waiting = self.engines + new, self.count + 1, self.waiting + new
+        return list(self.waiting), [1] * len(self.waiting)
 
     def do_hold_requests(self) -> None:
         self.calls.append("hold")
@@ -100,15 +107,16 @@ class World:
 
 @pytest.fixture
 def upkeep_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineUpkeep]:
-    def make(world: World, *, is_on: bool = True) -> EngineUpkeep:
+    def make(world: World, *, is_on: bool = True, may_grow: bool = False) -> EngineUpkeep:
         monkeypatch.setattr(module, "get", lambda value, *_, **__: value)
         turns = SimpleNamespace(
             to_engines=lambda: world.calls.append("engines' turn"),
             to_weight_sync=lambda _: world.calls.append("sync's turn"),
             to_trainer=lambda _: world.calls.append("trainer's turn"),
+            trainers_leave=False,
         )
         parts: Any = SimpleNamespace(manager=world, actor=world, turns=turns)
-        upkeep = EngineUpkeep(parts, Phases(), is_on=is_on)
+        upkeep = EngineUpkeep(parts, Phases(), is_on=is_on, may_grow=may_grow)
         upkeep.version, upkeep.sends_weights = 4, True
         return upkeep
 
@@ -259,13 +267,56 @@ def test_engines_without_trainers_serve_as_soon_as_they_are_there(upkeep_of: Cal
     assert "send" not in world.calls and world.calls[-1] == "register"
 
 
+def test_an_engine_that_joins_alone_gets_the_weights_of_the_last_sync_and_then_takes_part_in_every_one(
+    upkeep_of: Callable[..., EngineUpkeep],
+) -> None:
+    world = World("a")
+    upkeep = upkeep_of(world, may_grow=True)
+    upkeep.send_weights(5)
+    del world.calls[:]
+    upkeep.look_after()
+    assert world.calls == [], "nobody has come"
+    world.guests = ["guest"]
+    upkeep.look_after()
+    assert world.calls == ["connect guest at 4", "send", "register"], "the others go on, and its version is theirs, 5"
+    del world.calls[:]
+    upkeep.send_weights(6)
+    assert world.calls == ["sync's turn", "connect a guest at 5", "send"]
+
+
+def test_an_engine_waits_for_the_next_sync_where_the_trainer_has_newer_weights(
+    upkeep_of: Callable[..., EngineUpkeep],
+) -> None:
+    world = World("a")
+    world.guests = ["guest"]
+    upkeep = upkeep_of(world, may_grow=True)
+    upkeep.look_after()
+    assert world.calls == [], "no sync has been done by these trainers"
+    upkeep.send_weights(5)
+    upkeep.is_ahead = True  # it has trained since
+    del world.calls[:]
+    upkeep.look_after()
+    assert world.calls == []
+
+
+def test_an_engine_that_fails_with_its_first_weights_is_lost_alone(upkeep_of: Callable[..., EngineUpkeep]) -> None:
+    world = World("a")
+    upkeep = upkeep_of(world, may_grow=True)
+    upkeep.send_weights(5)
+    world.guests, world.hangs = ["guest"], {"guest"}
+    upkeep.look_after()
+    assert world.engines == ["a"] and world.calls[-1] == "register"
+    world.guests = []
+    assert upkeep.send_weights(6) == METRICS and world.connected == ["a"]
+
+
 def test_a_wait_looks_at_the_engines_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     for is_on in (True, False):
         upkeep = EngineUpkeep(SimpleNamespace(), Phases(), is_on=is_on)  # type: ignore[arg-type]
         monkeypatch.setattr(module, "get", lambda ref, *_, meanwhile: given.append(meanwhile))
         upkeep.wait("a rollout", "it")  # type: ignore[arg-type]
-        assert given[-1] == (upkeep.serve_all if is_on else None)
+        assert given[-1] == (upkeep.look_after if is_on else None)
 
 
 def test_what_is_to_be_done_meanwhile_is_done_until_a_result_comes_and_its_error_ends_the_wait(

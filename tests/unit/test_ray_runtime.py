@@ -257,6 +257,7 @@ def test_trainer_processes_get_more_variables_and_the_timeline_shows_their_calls
         "release_train": False,
         "peer_checkpoint_interval": None,
         "use_fault_tolerance": False,
+        "elastic_rollout": False,
     }
     args = cluster_args(output_dir=str(tmp_path), train_env_vars=more, ray_timeline_path=str(path), **unsaved)
     placed = placement.create_placement(args)

@@ -101,12 +101,21 @@ def test_a_lost_engine_serves_again_when_another_has_its_weights() -> None:
     one = replacements_of(model)
     one.lose(1, one.urls()[1], "it died")
     assert model.calls == ["take ours1", "end 1"] and len(model.lost) == 1
-    assert one.metrics() == {"rollout/engines": 1, "rollout/engines_lost": 1, "rollout/engines_replaced": 0}
+    guests = {"rollout/engines_joined": 0, "rollout/engines_left": 0}
+    assert one.metrics() == guests | {
+        "rollout/engines": 1,
+        "rollout/engines_lost": 1,
+        "rollout/engines_replaced": 0,
+    }
     assert one.replace() == 1 and model.calls[2:] == ["start 1"] and not model.lost
     assert one.metrics()["rollout/engines"] == 1, "it has no weights yet"
     one.register()
     assert model.calls[3:] == ["put new1"]
-    assert one.metrics() == {"rollout/engines": 2, "rollout/engines_lost": 1, "rollout/engines_replaced": 1}
+    assert one.metrics() == guests | {
+        "rollout/engines": 2,
+        "rollout/engines_lost": 1,
+        "rollout/engines_replaced": 1,
+    }
 
 
 def test_only_so_many_engines_are_started_within_an_hour(
@@ -341,3 +350,48 @@ def test_an_engine_whose_node_dies_before_it_is_there_is_waited_for_no_longer_th
     begun = time.monotonic()
     assert one.replace() == 0 and time.monotonic() - begun < 10
     assert "its node is gone, and no other has free slots" in caplog.text
+
+
+def test_a_guest_serves_once_the_driver_let_it_in_and_it_has_weights() -> None:
+    model = Model(1)
+    one = replacements_of(model)
+    guest = External("guest")
+    one.join(model, guest.info.worker, guest)  # type: ignore[arg-type]
+    one.register()
+    assert model.calls == [] and one.is_waiting("guest"), "a sync that had begun before it came has not reached it"
+    before = one.count
+    assert one.admit() == [guest] and model.external == [guest] and one.count > before
+    one.register()
+    assert model.calls == ["put guest"] and one.is_waiting("guest") is False
+    assert one.metrics()["rollout/engines"] == 2 and one.metrics()["rollout/engines_joined"] == 1
+
+
+def test_a_guest_that_leaves_gets_no_requests_and_no_weights_and_is_no_loss() -> None:
+    model = Model(1)
+    one = replacements_of(model)
+    guest = External("guest")
+    one.join(model, guest.info.worker, guest)  # type: ignore[arg-type]
+    one.admit()
+    one.register()
+    before = one.count
+    one.leave("guest")
+    assert model.calls == ["put guest", "take guest"] and model.external == [] and one.count > before
+    assert one.is_waiting("guest") is None and one.urls() == {0: "ours0"} and one.replace() == 0
+    found = one.metrics()
+    assert (found["rollout/engines_left"], found["rollout/engines_lost"]) == (1, 0)
+
+
+def test_a_guest_that_is_lost_is_not_replaced_and_one_that_leaves_at_the_door_never_came() -> None:
+    model = Model(1)
+    one = replacements_of(model)
+    for name in ("first", "second"):
+        guest = External(name)
+        one.join(model, guest.info.worker, guest)  # type: ignore[arg-type]
+    one.leave("second")
+    one.admit()
+    one.register()
+    one.lose(1, "first", "it died")
+    assert model.calls == ["put first", "take first"] and one.replace() == 0 and one.urls() == {0: "ours0"}
+    assert one.metrics()["rollout/engines_lost"] == 1
+    one.lose(1, "first", "once more")
+    assert one.metrics()["rollout/engines_lost"] == 1

@@ -80,6 +80,7 @@ def test_a_run_logs_the_rest_beside_the_times_of_the_step(monkeypatch: pytest.Mo
         "debug_train_only",
         "debug_rollout_only",
         "use_fault_tolerance",
+        "elastic_rollout",
         "exit_signal_handler",
         "async_save",
         "release_train",

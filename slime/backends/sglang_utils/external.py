@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class ExternalEngineInfo:
         has_prefix_cache: whether it keeps what it computed of a prompt for the next request.
         num_stages: pipeline parallel.
         returns_experts: whether it records which experts took each token.
+        key: of its own; None: it has that of the run's engines, or none.
     """
 
     url: str
@@ -59,6 +60,7 @@ class ExternalEngineInfo:
     has_prefix_cache: bool = True
     num_stages: int = 1
     returns_experts: bool = False
+    key: str | None = field(default=None, repr=False)
 
     @property
     def worker(self) -> Worker:
@@ -203,11 +205,11 @@ class ExternalEngine(EngineClient):
     def __init__(self, info: ExternalEngineInfo, *, rank: int) -> None:
         super().__init__(rank=rank)
         self.info = info
-        protect_engine(self.url)
+        protect_engine(self.url, info.key)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        protect_engine(self.url)  # each process knows the servers that it may send the key to
+        protect_engine(self.url, self.info.key)  # each process knows the servers that it may send the key to
 
     @property
     def url(self) -> str:

@@ -74,6 +74,12 @@ class FaultToleranceFlags:
         needs="use_fault_tolerance",
         at_least=0,
     )
+    elastic_rollout: bool = flag(
+        False,
+        "let engines join and leave while the run goes on: those that `python -m slime.backends.sglang_utils.join` "
+        "brings, and one on each place of the run's Ray that is free, on new nodes too",
+        needs="use_fault_tolerance",
+    )
     max_restarts: int = flag(
         0,
         "times that a run goes on from its newest checkpoint, or begins again where it has none, with new trainers, "

@@ -362,6 +362,7 @@ _ENGINE_FLAGS = {
 """ServerArgs field -> why it does not go with adapters that engines serve."""
 _RUN_FLAGS = {
     "rollout_external_engine_addrs": "engines that the run did not start do not give requests the newest version",
+    "elastic_rollout": "an engine that joins has none of the versions that requests may name",
     "prefill_num_servers": "one answer comes from two engines, which could serve two versions",
     "check_weight_update_equal": "it overwrites the engines' model, which is never sent; the first sync compares it",
     "custom_update_weight_post_write_path": "a version is an adapter, not a model",

@@ -165,6 +165,24 @@ DEVICE_CHECKS: tuple[Check, ...] = (
         "--update-weight-mode full.",
     ),
     where(
+        lambda a: a.elastic_rollout,
+        Rule(
+            lambda a: a.colocate,
+            "--elastic-rollout does not go with --colocate, whose engines read the trainer's memory, which one on "
+            "another machine cannot; leave one of the two out (--rollout-num-gpus gives engines places of their own).",
+        ),
+        Rule(
+            lambda a: a.update_weight_local_checkpoint_dir,
+            "--elastic-rollout does not go with --update-weight-local-checkpoint-dir: an engine that joins has no "
+            "copy of the earlier weights; leave one of the two out.",
+        ),
+        Rule(
+            lambda a: a.prefill_num_servers or a.sglang_config,
+            "--elastic-rollout does not go with --sglang-config or --prefill-num-servers: engines of one kind can "
+            "join; leave it out.",
+        ),
+    ),
+    where(
         lambda a: way_of(a).sends_changes,
         Rule(
             lambda a: a.update_weight_delta_checksum == "blake3" and is_missing("blake3"),

@@ -28,6 +28,7 @@ from slime.backends.sglang_utils.engine_client import MEMORY_TAGS
 from slime.backends.sglang_utils.server_control import Probe
 from slime.config.args import Args
 from slime.ray.placement import Slot
+from slime.ray.rollout.joins import EngineJoins
 from slime.ray.rollout.replacements import Replacements
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
 from slime.ray.rollout.watches import EngineEnds, EngineLoads, RouterWatch, engine_state
@@ -60,6 +61,7 @@ class EngineControl(RayActor):
     _router_watch: RouterWatch | None = None
     replacements: Replacements | None = None  # with --use-fault-tolerance
     _ends: EngineEnds | None = None  # without
+    _joins: EngineJoins | None = None  # with --elastic-rollout
     _loads: EngineLoads | None = None
 
     def __init__(self, args: Args, engine_slots: list[Slot]) -> None:
@@ -83,6 +85,9 @@ class EngineControl(RayActor):
             self.replacements = Replacements(self._servers, self.args)
             self.replacements.watch.start()
             OUTAGES.listen(self._suspect)
+            if self.args.elastic_rollout:
+                self._joins = EngineJoins(self._servers, self.replacements, self.args, self._slots)
+                self._joins.start()
         else:
             self._ends = EngineEnds(self._servers.models)
             self._ends.start()
@@ -96,7 +101,7 @@ class EngineControl(RayActor):
 
     def _end_engines(self) -> None:
         watch = self._ends if self.replacements is None else self.replacements.watch
-        for one in (self._router_watch, self._loads, watch):
+        for one in (self._joins, self._router_watch, self._loads, watch):
             if one is not None:
                 one.stop()
         if self._servers is not None:
@@ -121,6 +126,7 @@ class EngineControl(RayActor):
         if self.replacements is None:
             return 0
         self.replacements.watch.pause()
+        self.replacements.admit()
         self.replacements.watch.look(Probe.SCHEDULES)  # a sync fails as a whole if one of them is gone or hangs
         return self.replacements.count
 
@@ -184,6 +190,22 @@ class EngineControl(RayActor):
         found = self._servers.updatable if self._servers else []
         self._updatable = [engine for engine, _ in found]
         return [engine for engine, _ in found], [num_gpus for _, num_gpus in found]
+
+    @ray.method(concurrency_group="control")
+    def admit_engines(self) -> tuple[list[Any], list[int]]:
+        """Let engines in that have joined (--elastic-rollout).
+
+        Returns:
+            those that have no weights of the trainer's yet, and the GPUs of each.
+        """
+        if self._joins is None or self._servers is None or self.replacements is None:
+            return [], []
+        without = self.replacements.admit()
+        found = [(engine, size) for engine, size in self._servers.updatable if engine in without]
+        if found:
+            self.replacements.watch.pause()
+            self._updatable = [engine for engine, _ in found]
+        return [engine for engine, _ in found], [size for _, size in found]
 
     @ray.method(concurrency_group="control")
     def let_go_on(self) -> None:

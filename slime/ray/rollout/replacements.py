@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from slime.backends.sglang_utils import server_control
@@ -26,7 +25,8 @@ from slime.backends.sglang_utils.external import ExternalEngine
 from slime.backends.sglang_utils.server_control import Probe, Worker
 from slime.config.args import Args
 from slime.processes.wait import WaitTimeout, wait
-from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup
+from slime.ray.rollout.seats import GroupOfOne, Seat
+from slime.ray.rollout.server_group import START_DEADLINE_S
 from slime.ray.rollout.servers import ModelServers, RolloutServers
 from slime.ray.rollout.watches import EngineWatch, LastHour
 from slime.ray.utils import ActorFailure, get
@@ -46,30 +46,6 @@ LOOK_S = 5.0
 START_MARGIN_S = 60.0
 
 
-@dataclass(eq=False)
-class _Seat:
-    """One engine's place, whoever is in it: the place `index` of a group of ours, or an engine of somebody else's."""
-
-    model: ModelServers
-    takes_weights: bool
-    worker: Worker | None
-    group: ServerGroup | None = None
-    index: int = 0
-    external: ExternalEngine | None = None
-    is_lost: bool = False
-    was_without_slots: bool = False  # Its slots were waited for, and did not come.
-
-    @property
-    def engine(self) -> Any:
-        """Who is in it."""
-        return self.external if self.group is None else self.group.engines[self.index]
-
-    @property
-    def is_behind_router(self) -> bool:
-        """Whether we register it with its router; somebody else's router finds somebody else's engines itself."""
-        return self.external is None or self.model.router.is_ours
-
-
 class Replacements:
     """The engines of a run that can be replaced, or taken back.
 
@@ -83,15 +59,18 @@ class Replacements:
 
     def __init__(self, servers: RolloutServers, args: Args) -> None:
         self._args = args
-        self._seats: list[_Seat] = []
+        self._seats: list[Seat] = []
         self._lock = threading.Lock()
-        self._waiting: list[_Seat] = []
+        self._waiting: list[Seat] = []
         self._started = LastHour()
         self._is_spent = False
         self._last_failure = ""
         self.count = 0  # How often an engine was lost or replaced.
         self.lost = 0
         self.replaced = 0
+        self.joined = 0
+        self.left = 0
+        self._at_the_door: list[Seat] = []  # Guests, until the driver lets them in.
         self._models = servers.models
         self.watch = EngineWatch(
             self.urls,
@@ -105,10 +84,10 @@ class Replacements:
                 takes_weights = model.plan.update_weights and kind.takes_weights
                 for index, engine in enumerate(group.engines if kind.worker_type == WATCHED else []):
                     worker = Worker(get(engine.contact.remote(), "the address of an engine", 60.0).url)
-                    self._seats.append(_Seat(model, takes_weights, worker, group, index))
+                    self._seats.append(Seat(model, takes_weights, worker, group, index))
             for external in model.external:
                 if external.info.worker_type == WATCHED:
-                    self._seats.append(_Seat(model, True, external.info.worker, external=external))
+                    self._seats.append(Seat(model, True, external.info.worker, external=external))
 
     def urls(self) -> dict[int, str]:
         """Number -> address of every engine that is there."""
@@ -122,11 +101,82 @@ class Replacements:
             "rollout/engines": float(serving),
             "rollout/engines_lost": float(self.lost),
             "rollout/engines_replaced": float(self.replaced),
+            "rollout/engines_joined": float(self.joined),
+            "rollout/engines_left": float(self.left),
         }
+
+    # ---- guests (--elastic-rollout)
+
+    def join(self, model: ModelServers, worker: Worker, came_as: ExternalEngine | GroupOfOne) -> None:
+        """Have an engine of this model wait until the driver lets it in (`admit`)."""
+        seat = Seat(model, True, worker, is_guest=True)
+        if isinstance(came_as, tuple):
+            seat.kind, seat.group = came_as
+        else:
+            seat.external = came_as
+        with self._lock:
+            self._at_the_door.append(seat)
+
+    def admit(self) -> list[Any]:
+        """Let guests in, which get weights from now on.
+
+        Only the driver says when: an engine that came between the sending of weights and `register` would serve
+        without them.
+
+        Returns:
+            every engine that takes the trainer's weights and has none yet.
+        """
+        with self._lock:
+            guests, self._at_the_door = self._at_the_door, []
+            for seat in guests:
+                if seat.external is not None:
+                    seat.model.external = [*seat.model.external, seat.external]
+                elif seat.group is not None and seat.kind is not None:
+                    seat.model.groups = [*seat.model.groups, (seat.kind, seat.group)]
+            self.count += len(guests)
+            self.joined += len(guests)
+            self._seats += guests
+            self._waiting += guests
+            return [seat.engine for seat in self._waiting if seat.takes_weights and not seat.is_lost]
+
+    def leave(self, url: str) -> None:
+        """Send a guest no more requests, and no more weights; those that it has go on."""
+        with self._lock:
+            if (seat := self._guest_at(url)) in self._at_the_door:
+                self._at_the_door.remove(seat)
+            elif seat is not None:
+                self._show_out(seat)
+                logger.warning("engine at %s leaves; %d engine(s) stay", url, len(self.urls()))
+
+    def is_waiting(self, url: str) -> bool | None:
+        """Whether a guest waits for its weights; None where it is not here (any more)."""
+        with self._lock:
+            seat = self._guest_at(url)
+            return None if seat is None else seat in self._at_the_door or seat in self._waiting
+
+    def _guest_at(self, url: str) -> Any:
+        guests = [seat for seat in [*self._at_the_door, *self._seats] if seat.is_guest]
+        return next((seat for seat in guests if seat.worker and seat.worker.url == url), None)
+
+    def _show_out(self, seat: Seat) -> None:
+        assert seat.worker is not None
+        self.count += 1
+        self.left += 1
+        self._seats = [other for other in self._seats if other is not seat]
+        self._waiting = [other for other in self._waiting if other is not seat]
+        model = seat.model
+        model.external = [engine for engine in model.external if engine is not seat.external]
+        model.groups = [(kind, group) for kind, group in model.groups if group is not seat.group]
+        if model in self.without_engine():
+            OUTAGES.begin(model.router.address.url)
+        model.take_from_router(seat.worker.url)
+
+    # ---- losses
 
     def lose(self, number: int, url: str, why: str) -> None:
         """Do without an engine from now on, unless another has taken its place since it was asked at this address."""
-        self._lose(self._seats[number], why, url=url)
+        for seat in self._seats[number : number + 1]:
+            self._lose(seat, why, url=url)
 
     def lose_engine(self, engine: Any, why: str) -> bool:
         """As `lose`, of an engine by its handle; returns whether it is one that can be replaced."""
@@ -145,13 +195,13 @@ class Replacements:
         for model in self._models:
             OUTAGES.begin(model.router.address.url)
 
-    def _seats_of(self, model: ModelServers) -> list[_Seat]:
+    def _seats_of(self, model: ModelServers) -> list[Seat]:
         return [seat for seat in self._seats if seat.model is model]
 
-    def _serves(self, seat: _Seat) -> bool:
+    def _serves(self, seat: Seat) -> bool:
         return seat.worker is not None and not seat.is_lost and seat not in self._waiting
 
-    def _lose(self, seat: _Seat, why: str, *, url: str | None = None) -> None:
+    def _lose(self, seat: Seat, why: str, *, url: str | None = None) -> None:
         with self._lock:
             if seat.is_lost or seat.worker is None or url not in (None, seat.worker.url):
                 return
@@ -160,13 +210,15 @@ class Replacements:
             self.lost += 1
             if seat in self._waiting:  # lost again before it served
                 self._waiting.remove(seat)
+            if seat.is_guest:
+                logger.error("engine at %s, which had joined, is lost: %s", seat.worker.url, why)
+                self._show_out(seat)
+                return
             if any(self._serves(other) for other in self._seats_of(seat.model)):
                 logger.error("engine at %s is lost, the others go on without it: %s", seat.worker.url, why)
             else:
-                logger.error(
-                    "engine at %s is lost, the last of model %s, whose requests wait for another in its place: %s",
-                    seat.worker.url, seat.model.plan.name, why,
-                )  # fmt: skip
+                text = "engine at %s is lost, the last of model %s, whose requests wait for another in its place: %s"
+                logger.error(text, seat.worker.url, seat.model.plan.name, why)
                 OUTAGES.begin(seat.model.router.address.url)
             if seat.is_behind_router:
                 seat.model.take_from_router(seat.worker.url)
@@ -215,7 +267,7 @@ class Replacements:
                 f"(--max-engine-restarts-per-hour {self._args.max_engine_restarts_per_hour}){last}"
             )
 
-    def _fill_places(self) -> list[_Seat]:
+    def _fill_places(self) -> list[Seat]:
         """Try once to have an engine in each place of a lost one; returns the places where one is now."""
         lost = [seat for seat in self._seats if seat.is_lost]
         seats = self._that_answer([seat for seat in lost if seat.external is not None])
@@ -226,7 +278,7 @@ class Replacements:
             self._waiting += seats
         return seats
 
-    def _that_answer(self, lost: list[_Seat]) -> list[_Seat]:
+    def _that_answer(self, lost: list[Seat]) -> list[Seat]:
         """Take back those of external engines that answer again; where a model has no other, they are waited for."""
         if any(not self._has_others(seat) for seat in lost):
             with suppress(WaitTimeout):
@@ -238,14 +290,14 @@ class Replacements:
             seat.is_lost = False
         return back
 
-    def _answers(self, seat: _Seat) -> bool:
+    def _answers(self, seat: Seat) -> bool:
         assert seat.worker is not None
         timeout_s = self._args.rollout_health_check_timeout
         # not to generate: it may be paused, by a weight sync in which it was lost
         why = server_control.why_unhealthy_sync(seat.worker.url, timeout_s=timeout_s, probe=Probe.SCHEDULES)
         return why is None
 
-    def _start(self, lost: list[_Seat]) -> list[_Seat]:
+    def _start(self, lost: list[Seat]) -> list[Seat]:
         """Start engines in these places, as far as that may be done in this hour; returns those where one serves."""
         seats = sorted(self._that_have_slots(lost), key=self._has_others)  # first where there is none
         seats = seats[: self._may_start(len(seats))]
@@ -257,7 +309,7 @@ class Replacements:
             begun.append(seat.group.replace(seat.index))
             seat.model.lost.discard(before)
             seat.model.lost.add(seat.engine)
-        failed: list[tuple[_Seat, Exception]] = []
+        failed: list[tuple[Seat, Exception]] = []
         for seat, starting in zip(seats, begun, strict=True):
             try:
                 seat.worker = self._wait_started(seat, starting, end)
@@ -269,11 +321,11 @@ class Replacements:
         self._do_without(failed)
         return [seat for seat in seats if not seat.is_lost]
 
-    def _that_have_slots(self, lost: list[_Seat]) -> list[_Seat]:
+    def _that_have_slots(self, lost: list[Seat]) -> list[Seat]:
         """Those whose slots are there, after a while in which Ray may find others; a second time nobody waits."""
         groups = {seat: seat.group for seat in lost if seat.group is not None and self._has_others(seat)}
 
-        def missing() -> list[_Seat]:
+        def missing() -> list[Seat]:
             return [seat for seat, group in groups.items() if not group.is_placed(seat.index)]
 
         def is_enough() -> bool:
@@ -294,7 +346,7 @@ class Replacements:
             seat.was_without_slots = seat in without
         return [seat for seat in lost if seat not in without]
 
-    def _wait_started(self, seat: _Seat, starting: Any, end: float) -> Worker:
+    def _wait_started(self, seat: Seat, starting: Any, end: float) -> Worker:
         """Wait for an engine until `end`; where others serve, no longer than Ray has slots for it."""
         assert seat.group is not None
         what, gone_since = "the start of an engine in place of a lost one", None
@@ -310,10 +362,10 @@ class Replacements:
                 if gone_since is not None and now - gone_since >= PLACE_S:
                     raise TimeoutError(f"{what}: its node is gone, and no other has free slots") from None
 
-    def _has_others(self, seat: _Seat) -> bool:
+    def _has_others(self, seat: Seat) -> bool:
         return any(other.model is seat.model and not other.is_lost for other in self._seats)
 
-    def _do_without(self, failed: Sequence[tuple[_Seat, Exception]]) -> None:
+    def _do_without(self, failed: Sequence[tuple[Seat, Exception]]) -> None:
         """End engines that did not start; raises the reason where a model has no other and it would come again."""
         for seat, error in failed:
             assert seat.group is not None and seat.worker is not None
@@ -352,15 +404,20 @@ class Replacements:
             if model not in self.without_engine():
                 OUTAGES.end(model.router.address.url)
 
-    def _register(self, seat: _Seat) -> None:
-        self._waiting.remove(seat)
-        if seat.worker is None or seat.is_lost:
-            return
+    def _register(self, seat: Seat) -> None:
+        with self._lock:
+            if seat not in self._waiting or seat.worker is None or seat.is_lost:
+                return  # it has left, or was lost, meanwhile
+            self._waiting.remove(seat)
         try:
             if seat.is_behind_router:
                 seat.model.put_behind_router(seat.worker)
         except (HttpError, WaitTimeout) as error:
             self._lose(seat, f"its router does not take it: {error}")
             return
-        logger.warning("engine at %s takes the place of a lost one", seat.worker.url)
+        if seat not in self._seats:  # it has left meanwhile
+            seat.model.take_from_router(seat.worker.url)
+            return
+        what = "has joined, and serves" if seat.is_guest else "takes the place of a lost one"
+        logger.warning("engine at %s %s", seat.worker.url, what)
         OUTAGES.end(seat.model.router.address.url)

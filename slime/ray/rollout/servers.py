@@ -33,7 +33,7 @@ from slime.ray.rollout.router import Router, RouterAddress
 from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup, nodes_of_engine, threads_per_engine
 from slime.ray.utils import ActorFailure, get, node_address
 from slime.utils.errors import HttpError, UsageError
-from slime.utils.http.api_keys import protect_engine
+from slime.utils.http.api_keys import key_of, protect_engine
 from slime.utils.misc import url_host
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,8 @@ class ModelServers:
     def put_behind_router(self, worker: Worker) -> None:
         """Have the router send an engine requests."""
         with self._may_change:
-            protect_engine(worker.url)
+            if key_of(worker.url) is None:
+                protect_engine(worker.url)
             server_control.register_worker_sync(self.router.address.url, worker)
             self._behind[worker.url] = worker
 
@@ -330,4 +331,5 @@ def _listening_host(args: Args) -> str | None:
     is_one_node = sum(bool(node["Alive"]) for node in ray.nodes()) == 1
     has_engines = any(model.groups for model in args.engine_models)  # otherwise they come from who knows where
     is_local = args.sglang_router_ip in (None, LOOPBACK, "localhost")
-    return LOOPBACK if is_one_node and has_engines and is_local else None
+    is_fixed = not args.elastic_rollout  # else engines of other machines may come
+    return LOOPBACK if is_one_node and has_engines and is_local and is_fixed else None

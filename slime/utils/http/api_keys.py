@@ -94,9 +94,9 @@ def protect_router(url: str) -> None:
     protect(url, os.environ.get(ROUTER_ENV))
 
 
-def protect_engine(url: str) -> None:
-    """As `protect`, with the key of the run's engines."""
-    protect(url, os.environ.get(ENGINE_ENV))
+def protect_engine(url: str, key: str | None = None) -> None:
+    """As `protect`, with the key of the run's engines, or one that this engine has of its own."""
+    protect(url, key or os.environ.get(ENGINE_ENV))
 
 
 def protect_service(url: str) -> None:
