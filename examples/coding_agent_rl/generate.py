@@ -72,7 +72,7 @@ class SweConfig:
 CONFIG = SweConfig()
 
 
-class _AdapterService(metaclass=SingletonMeta):
+class AdapterService(metaclass=SingletonMeta):
     """The process's gateway, on the address that the service's sandboxes reach, and the places to boot them."""
 
     def __init__(self, args: Any) -> None:
@@ -113,7 +113,7 @@ class SweExecution(Execution):
     """An agent on one row."""
 
     def __init__(self, args: Any, sample: Sample, params: dict[str, Any], md: dict[str, Any], *, evaluation: bool):
-        self.service, self.md = _AdapterService(args), md
+        self.service, self.md = AdapterService(args), md
         settings = Settings(
             harness=_setting("SWE_AGENT", "claude_code"),
             sandbox=SandboxSettings("e2b", gateway_url=self.service.url),

@@ -29,7 +29,7 @@ MAX_LOG_RATIO = 20.0
 FLAGS = ("tis_clip", "tis_clip_low")
 """slime's own flags of TIS, which these hooks do not read."""
 
-_batch_mean: dict[str, float] = {}
+batch_mean: dict[str, float] = {}
 """What `measure_batch` found last, in this trainer's process."""
 
 Columns = Sequence[torch.Tensor]
@@ -182,16 +182,16 @@ def measure_batch(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]
     if group.size() > 1:
         dist.all_reduce(totals, group=group)
     total, count = totals.tolist()
-    _batch_mean["mean"] = total / count if total > 0 else 1.0
+    batch_mean["mean"] = total / count if total > 0 else 1.0
 
 
 def _measured_mean() -> float:
-    if "mean" not in _batch_mean:
+    if "mean" not in batch_mean:
         raise ValueError(
             "tis_batch_normalize needs --rollout-data-postprocess-path "
             "examples.train_infer_mismatch_helper.mis.measure_batch beside it, which measures the mean."
         )
-    return _batch_mean["mean"]
+    return batch_mean["mean"]
 
 
 def correction(settings: Settings, train: Columns, rollout: Columns, masks: Columns) -> Correction:

@@ -270,7 +270,7 @@ class Gateway:
         return web.json_response(listed if asked is None else {**listed["data"][0], "id": asked})
 
 
-class _Shared(metaclass=SingletonMeta):
+class SharedGateway(metaclass=SingletonMeta):
     """The gateway of this process."""
 
     def __init__(self, args: Args) -> None:
@@ -309,7 +309,7 @@ async def shared_gateway(args: Args) -> Gateway:
     Raises:
         UsageError: the port is taken.
     """
-    return _Shared(args).gateway
+    return SharedGateway(args).gateway
 
 
 def _end_reason(session: Session) -> str | None:

@@ -153,7 +153,7 @@ class SharedIds(Sequence[int]):
     """
 
     def __init__(self, held: _Held, length: int, added: list[int]) -> None:
-        self._held, self._length, self._added = held, length, added
+        self.held, self._length, self._added = held, length, added
 
     @classmethod
     def of(cls, ids: Sequence[int]) -> SharedIds:
@@ -162,22 +162,22 @@ class SharedIds(Sequence[int]):
 
     def plus(self, ids: list[int]) -> SharedIds:
         """Longer ids; the array grows when they are kept."""
-        return SharedIds(self._held, self._length, [*self._added, *ids])
+        return SharedIds(self.held, self._length, [*self._added, *ids])
 
     def kept(self) -> SharedIds:
         """The same ids, in the array as a whole: a new one, where another conversation has gone on from there."""
         if not self._added:
             return self
-        held = self._held
+        held = self.held
         if len(held.ids) != self._length:
             held = _Held()
-            held.ids.extend(self._held.ids[: self._length])
+            held.ids.extend(self.held.ids[: self._length])
         held.ids.extend(self._added)
         return SharedIds(held, len(held.ids), [])
 
     def json(self) -> bytes:
         """The ids as a list of JSON."""
-        parts = [self._held.json(self._length), orjson.dumps(self._added)[1:-1]]
+        parts = [self.held.json(self._length), orjson.dumps(self._added)[1:-1]]
         return b"[" + b",".join(filter(None, parts)) + b"]"
 
     def __len__(self) -> int:
@@ -186,11 +186,11 @@ class SharedIds(Sequence[int]):
     def __getitem__(self, place: Any) -> Any:
         if not isinstance(place, slice):
             place = range(len(self))[place]
-            return self._held.ids[place] if place < self._length else self._added[place - self._length]
+            return self.held.ids[place] if place < self._length else self._added[place - self._length]
         start, stop, step = place.indices(len(self))
         if step > 0 and start >= self._length:
             return self._added[start - self._length : max(stop - self._length, 0) : step]
-        return [*self._held.ids[: self._length].tolist(), *self._added][place]
+        return [*self.held.ids[: self._length].tolist(), *self._added][place]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self[:])

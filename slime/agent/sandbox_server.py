@@ -70,13 +70,13 @@ class SandboxServer:
 
     def __init__(self, key: str, *, most: int = 64, show: tuple[str, ...] = (), lease_s: float = LEASE_S) -> None:
         self.key, self.most, self.show, self.lease_s = key, most, show, lease_s
-        self._held: dict[str, _Held] = {}
+        self.held: dict[str, _Held] = {}
 
     def app(self) -> Starlette:
         """The application."""
         one = "/sandboxes/{name}"
         routes = [
-            Route("/healthz", lambda _: JSONResponse({"ok": True, "sandboxes": len(self._held), "most": self.most})),
+            Route("/healthz", lambda _: JSONResponse({"ok": True, "sandboxes": len(self.held), "most": self.most})),
             Route(one, self._guarded(self._make), methods=["PUT"]),
             Route(one, self._guarded(self._end), methods=["DELETE"]),
             Route(f"{one}/exec", self._guarded(self._exec), methods=["POST"]),
@@ -92,12 +92,12 @@ class SandboxServer:
         watch = asyncio.create_task(self._end_silent())
         yield
         watch.cancel()
-        await self._close_all(list(self._held))
+        await self._close_all(list(self.held))
 
     async def _end_silent(self) -> None:
         while True:
             await asyncio.sleep(self.lease_s / 8)
-            for name, held in list(self._held.items()):
+            for name, held in list(self.held.items()):
                 if time.monotonic() - held.heard > self.lease_s:
                     logger.warning("sandbox %s ends: its owner was silent for %g s", name, self.lease_s)
                     await self._close_all([name])
@@ -132,25 +132,25 @@ class SandboxServer:
 
     def _of(self, request: Request) -> _Held:
         name = request.path_params["name"]
-        if name not in self._held:
+        if name not in self.held:
             raise SandboxError(f"there is no sandbox {name} (any more)")
-        held = self._held[name]
+        held = self.held[name]
         held.heard = time.monotonic()
         return held
 
     async def _make(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self._held:
-            if len(self._held) >= self.most:
+        if name not in self.held:
+            if len(self.held) >= self.most:
                 return JSONResponse({"error": f"{self.most} sandboxes are open"}, status_code=503)
             sandbox = self._described(await _json(request))
-            if len(self._held) >= self.most or name in self._held:  # meanwhile
+            if len(self.held) >= self.most or name in self.held:  # meanwhile
                 return JSONResponse({"error": f"{self.most} sandboxes are open"}, status_code=503)
-            self._held[name] = _Held(asyncio.create_task(sandbox.__aenter__()))
+            self.held[name] = _Held(asyncio.create_task(sandbox.__aenter__()))
         try:
-            await asyncio.shield(self._held[name].opening)
+            await asyncio.shield(self.held[name].opening)
         except SandboxError:
-            self._held.pop(name, None)
+            self.held.pop(name, None)
             raise
         self._of(request)  # The lease begins now, however long it took.
         return JSONResponse({"lease_s": self.lease_s})
@@ -214,7 +214,7 @@ class SandboxServer:
         return JSONResponse({})
 
     async def _close(self, name: str) -> None:
-        if held := self._held.pop(name, None):
+        if held := self.held.pop(name, None):
             await asyncio.wait([held.opening], timeout=OPEN_S)
             if not held.opening.done():
                 held.opening.cancel()

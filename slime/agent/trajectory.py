@@ -69,19 +69,19 @@ class SharedBytes:
     """
 
     def __init__(self, held: bytearray | None = None) -> None:
-        self._held = bytearray() if held is None else held
-        self._length = len(self._held)
+        self.held = bytearray() if held is None else held
+        self._length = len(self.held)
 
     def then(self, text: str) -> SharedBytes:
         """Those of a longer conversation that begins with this one, from the engine's base64."""
         whole = base64.b64decode(text)
-        if len(self._held) != self._length:  # another conversation has gone on from here
-            return SharedBytes(self._held[: self._length] + whole[self._length :])
-        self._held += whole[self._length :]
-        return SharedBytes(self._held)
+        if len(self.held) != self._length:  # another conversation has gone on from here
+            return SharedBytes(self.held[: self._length] + whole[self._length :])
+        self.held += whole[self._length :]
+        return SharedBytes(self.held)
 
     def __bytes__(self) -> bytes:
-        return bytes(memoryview(self._held)[: self._length])
+        return bytes(memoryview(self.held)[: self._length])
 
 
 @dataclass(eq=False)
@@ -161,13 +161,13 @@ class TrajectoryManager:
         self.fork_threshold_tokens = (
             DEFAULT_FORK_THRESHOLD_TOKENS if fork_threshold_tokens is None else fork_threshold_tokens
         )
-        self._trees: dict[str, MessageNode] = {}
+        self.trees: dict[str, MessageNode] = {}
         self._turn_counts: dict[str, int] = {}
         self._latest: dict[str, tuple[list[Message], MessageNode]] = {}  # prompt, and the node of its last message
 
     def has_session(self, sid: str) -> bool:
         """Whether anything was recorded for a session that was not consumed yet."""
-        return sid in self._trees
+        return sid in self.trees
 
     def turn_count(self, sid: str) -> int:
         """How many turns were recorded; 0 for an unknown session."""
@@ -175,7 +175,7 @@ class TrajectoryManager:
 
     def drop_session(self, sid: str) -> None:
         """Forget a session."""
-        self._trees.pop(sid, None)
+        self.trees.pop(sid, None)
         self._turn_counts.pop(sid, None)
         self._latest.pop(sid, None)
 
@@ -208,7 +208,7 @@ class TrajectoryManager:
             return
         latest, node = self._latest.get(sid, ([], MessageNode()))
         num_known = len(latest) if prompt_messages[: len(latest)] == latest else 0  # the usual case is compared in C
-        node = node if num_known else self._trees.setdefault(sid, MessageNode())
+        node = node if num_known else self.trees.setdefault(sid, MessageNode())
         node, num_known = self._walk(node, prompt_messages, num_known)
         for message in prompt_messages[num_known:]:
             routing = MessageNode(role=message.get("role", ""), message=message)
@@ -280,7 +280,7 @@ class TrajectoryManager:
             tokens of its own history; "forks", 1 where it begins a further branch; "masked_tokens", generated tokens
             that are lost for training; "template_drift", which the last turn's node was given, else 0.
         """
-        root = self._trees.get(sid)
+        root = self.trees.get(sid)
         samples: list[Sample] = []
         counted: set[int] = set()
         lost = 0

@@ -287,7 +287,7 @@ def cached_table(name: str, key: Mapping[str, str], build: Callable[[], OptionTa
         key: what the table depends on, usually package -> version.
         build: calls `capture`; a module-level function.
     """
-    full_key = dict(key) | {"code": _code_hash(build)}
+    full_key = dict(key) | {"code": code_hash(build)}
     directory = cache_dir()
     if directory is None:
         return build()
@@ -314,7 +314,8 @@ def cache_dir() -> Path | None:
         return None
 
 
-def _code_hash(build: Callable[[], OptionTable]) -> str:
+def code_hash(build: Callable[[], OptionTable]) -> str:
+    """Return a digest of the source on which a table depends, and of the Python."""
     digest = hashlib.sha256(sys.version.encode())
     for source in (__file__, inspect.getsourcefile(build)):
         if source is not None:

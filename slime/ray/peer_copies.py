@@ -41,7 +41,7 @@ class PeerCopies:
 
     def __init__(self, interval: int | None) -> None:
         self.interval = interval
-        self._holders: dict[str, Any] = {}
+        self.holders: dict[str, Any] = {}
 
     def is_due(self, rollout_id: int) -> bool:
         """Whether the states after this rollout are to be copied."""
@@ -61,10 +61,10 @@ class PeerCopies:
         begin, num_bytes = time.monotonic(), 0
         for group in groups:
             turns.to_trainer(group)
-            num_bytes += group.copy_state(rollout_id, self._places(group.node_ids()))
+            num_bytes += group.copy_state(rollout_id, self.places(group.node_ids()))
         wanted = {owner for group in groups for owner in owners_of(group.role, group.world_size)}
         if self._owners().get(rollout_id, set()) >= wanted:
-            for holder in self._holders.values():
+            for holder in self.holders.values():
                 self._ask(holder.keep_only.remote(rollout_id))
         else:
             logger.warning("a copy of the states after rollout %d was lost: the ones before stay", rollout_id)
@@ -78,11 +78,11 @@ class PeerCopies:
     def restore(self, rollout_id: int, groups: Sequence[RayTrainGroup], turns: GpuTurns) -> None:
         """Give new trainers, of the same layout, the states after a rollout."""
         begin = time.monotonic()
-        having = {node: self._whole(holder).get(rollout_id, []) for node, holder in self._holders.items()}
+        having = {node: self._whole(holder).get(rollout_id, []) for node, holder in self.holders.items()}
         for group in groups:
             turns.to_trainer(group)
             holders = [
-                [self._holders[node] for node, there in having.items() if owner in there]
+                [self.holders[node] for node, there in having.items() if owner in there]
                 for owner in owners_of(group.role, group.world_size)
             ]
             group.restore_state(rollout_id, holders)
@@ -91,13 +91,13 @@ class PeerCopies:
 
     def end(self) -> None:
         """End the holders."""
-        for holder in self._holders.values():
+        for holder in self.holders.values():
             ray.kill(holder)
-        self._holders.clear()
+        self.holders.clear()
 
     # ---- holders
 
-    def _places(self, node_ids: Sequence[str]) -> list[list[Any]]:
+    def places(self, node_ids: Sequence[str]) -> list[list[Any]]:
         """The holders of each rank's copy, for ranks on these nodes."""
         nodes = list(dict.fromkeys(node_ids))
         holders = {node: self._holder(node) for node in nodes}
@@ -106,11 +106,11 @@ class PeerCopies:
 
     def _holder(self, node_id: str) -> Any:
         """The holder on a node; another one where it was lost."""
-        holder = self._holders.get(node_id)
+        holder = self.holders.get(node_id)
         if holder is None or self._ask(holder.whole.remote()) is None:
             if holder is not None:
                 ray.kill(holder)  # it may only be slow, and would keep its memory
-            holder = self._holders[node_id] = (
+            holder = self.holders[node_id] = (
                 ray.remote(CopyHolder)
                 .options(
                     num_cpus=0,
@@ -125,7 +125,7 @@ class PeerCopies:
     def _owners(self) -> dict[int, set[str]]:
         """Rollout -> owners of which a whole copy is somewhere."""
         found: dict[int, set[str]] = defaultdict(set)
-        for holder in self._holders.values():
+        for holder in self.holders.values():
             for rollout_id, owners in self._whole(holder).items():
                 found[rollout_id] |= set(owners)
         return found

@@ -85,11 +85,12 @@ def generate_rollout_fully_async(
     """
     if evaluation:
         return async_utils.run(eval_rollout(args, rollout_id))
-    worker = _Workers().get(args, data_buffer)
-    return async_utils.run(_collect(worker, rollout_id))
+    worker = Workers().get(args, data_buffer)
+    return async_utils.run(collect(worker, rollout_id))
 
 
-async def _collect(worker: AsyncRolloutWorker, rollout_id: int) -> RolloutFnTrainOutput:
+async def collect(worker: AsyncRolloutWorker, rollout_id: int) -> RolloutFnTrainOutput:
+    """Take the groups of a rollout from the worker, and give back what it needs no more."""
     args, collector = worker.args, Collector(worker.args, rollout_id)
     trained_at = WeightClock().trained_at(rollout_id)
     worker.begin_rollout(rollout_id)
@@ -387,7 +388,7 @@ class AsyncRolloutWorker:
             raise self._error
 
 
-class _Workers(metaclass=SingletonMeta):
+class Workers(metaclass=SingletonMeta):
     """Owner of this process's worker."""
 
     def __init__(self) -> None:
@@ -406,13 +407,13 @@ class _Workers(metaclass=SingletonMeta):
 
 def settle_worker() -> None:
     """Wait until the process's worker, if there is one, has finished all that it may begin with these weights."""
-    if (worker := _Workers().worker) is not None:
+    if (worker := Workers().worker) is not None:
         async_utils.run(worker.settle())
 
 
 def stop_worker() -> None:
     """End the process's worker, if there is one."""
-    if (worker := _Workers().worker) is not None:
+    if (worker := Workers().worker) is not None:
         worker.stop()
 
 
@@ -422,7 +423,7 @@ def save_data_source(data_source: Any, rollout_id: int) -> None:
     The prompts that a worker has drawn for later rollouts are saved as if they had been given back: a run that is
     resumed begins them again.
     """
-    worker = _Workers().worker
+    worker = Workers().worker
     if worker is None or worker.data_buffer is not data_source:
         data_source.save(rollout_id)
         return

@@ -52,7 +52,7 @@ class McpTools(metaclass=SingletonMeta):
 
     def __init__(self, args: Args) -> None:
         logs = Path(args.output_dir).absolute() / "logs" if args.output_dir else None
-        self._clients = [_Client(server, number, logs) for number, server in enumerate(mcp_servers(args))]
+        self.clients = [_Client(server, number, logs) for number, server in enumerate(mcp_servers(args))]
         self._by_tool: dict[str, _Client] = {}
         self._lock = asyncio.Lock()
         self.schemas: list[dict[str, Any]] = []
@@ -83,7 +83,7 @@ class McpTools(metaclass=SingletonMeta):
     async def _found(self) -> tuple[dict[str, _Client], list[dict[str, Any]]]:
         by_tool: dict[str, _Client] = {}
         schemas = []
-        for client in self._clients:
+        for client in self.clients:
             for schema in await client.first_tools():
                 name = schema["function"]["name"]
                 if name in by_tool:
@@ -119,7 +119,7 @@ class McpTools(metaclass=SingletonMeta):
 
     async def close(self) -> None:
         """End every connection, and the programs that were started."""
-        for client in self._clients:
+        for client in self.clients:
             await client.close()
 
 

@@ -19,7 +19,7 @@ from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
 
-class _MaskGenerator(metaclass=SingletonMeta):
+class MaskGenerator(metaclass=SingletonMeta):
     """Owner of this process's mask generator: the tokenizer is loaded once."""
 
     def __init__(self, args: Args) -> None:
@@ -43,7 +43,7 @@ def generate_rollout(args: Args, rollout_id: int, data_buffer: Any, evaluation: 
         )
     if args.n_samples_per_prompt != 1:
         raise UsageError(f"--n-samples-per-prompt {args.n_samples_per_prompt}: sft_rollout needs 1")
-    generator = _MaskGenerator(args)
+    generator = MaskGenerator(args)
     groups = draw_groups(args, data_buffer, args.rollout_batch_size)
     for group in groups:
         for sample in group:

@@ -153,8 +153,8 @@ def _kept_connections() -> aiohttp.TraceConfig:
     return trace
 
 
-_client = _Client()
-atexit.register(_client.close_all)
+CLIENT = _Client()
+atexit.register(CLIENT.close_all)
 
 
 def get_rollout_num_engines(args: Args) -> int:
@@ -164,18 +164,18 @@ def get_rollout_num_engines(args: Args) -> int:
 
 def init_http_client(args: Args) -> None:
     """Size the shared client to the engines of this run; call it once per process, before the first request."""
-    _client.limits.max_connections = args.sglang_server_concurrency * get_rollout_num_engines(args)
-    _client.limits.request_timeout_s = float(args.sglang_router_request_timeout_secs)
+    CLIENT.limits.max_connections = args.sglang_server_concurrency * get_rollout_num_engines(args)
+    CLIENT.limits.request_timeout_s = float(args.sglang_router_request_timeout_secs)
 
 
 def shared_session(*, is_control: bool = False) -> aiohttp.ClientSession:
     """The running loop's session (`is_control`: that without a wait), for what `post` cannot send. Do not close it."""
-    return _client.session(is_control=is_control)
+    return CLIENT.session(is_control=is_control)
 
 
 async def close_http_client() -> None:
     """Close the running loop's sessions (a process that ends needs no call)."""
-    await _client.close()
+    await CLIENT.close()
 
 
 async def post(
@@ -203,7 +203,7 @@ async def post(
     headers = {**headers_for(url), **(headers or {})} or None
     if timeout_s is not None:
         return await post_body(url, body, headers, max_retries, timeout_s=timeout_s)
-    send = _client.transport or post_body
+    send = CLIENT.transport or post_body
     return await _outside_outages(url, lambda: send(url, body, headers, max_retries))
 
 
@@ -235,7 +235,7 @@ async def post_body(
 
 def set_post_transport(transport: PostTransport | None) -> None:
     """Have `post` without a `timeout_s` sent by something else, with the arguments of `post_body`; None undoes it."""
-    _client.transport = transport
+    CLIENT.transport = transport
 
 
 async def get(url: str, max_retries: int = 60, *, timeout_s: float | None = None) -> Any:
@@ -249,7 +249,7 @@ async def get(url: str, max_retries: int = 60, *, timeout_s: float | None = None
 
 
 async def _request(attempts: _Attempts, timeout_s: float | None, **content: Any) -> Any:
-    session, timeout = _client.session(is_control=timeout_s is not None), _client.timeout(timeout_s)
+    session, timeout = CLIENT.session(is_control=timeout_s is not None), CLIENT.timeout(timeout_s)
     content |= {"trace_request_ctx": attempts, "allow_redirects": not attempts.is_sync}
     while True:
         attempts.is_kept = False
@@ -391,7 +391,7 @@ class _Attempts:
         status, reason = None, f"{type(error).__name__}: {error}"
         if isinstance(error, _TryAgain):
             status, reason = error.status, str(error)
-        now, limits = time.monotonic(), _client.limits
+        now, limits = time.monotonic(), CLIENT.limits
         self.failures += 1
         self.first_failure = self.first_failure or now
         spent = now - self.first_failure
@@ -401,7 +401,7 @@ class _Attempts:
                 status=status,
             ) from error
         delay = min(0.1 * 2 ** min(self.failures, 10), limits.max_backoff_s) * random.uniform(0.75, 1.25)
-        if _client.is_new_incident(self.url):
+        if CLIENT.is_new_incident(self.url):
             what = (self.name, reason[:_LOGGED_CHARS], limits.retry_window_s)
             logger.warning("%s failed (%s); it is sent again, as others that fail there, for up to %.0f s", *what)
         return delay
@@ -413,7 +413,7 @@ class _Attempts:
 
 def is_new_incident(url: str) -> bool:
     """Whether a failure, which happens now, is the first of its server for a while: then it is worth a line."""
-    return _client.is_new_incident(url)
+    return CLIENT.is_new_incident(url)
 
 
 def get_host_info() -> tuple[str, str]:

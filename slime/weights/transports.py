@@ -128,7 +128,7 @@ class WeightDir:
         self.keeps_files = keeps_files
         self._run = run
         self.run_id = uuid.uuid4().hex
-        self._file: IO[str] | None = None
+        self.file: IO[str] | None = None
 
     def claim(self, *, goes_on: bool = False) -> None:
         """Take the directory until this process ends, and remove what an earlier run would have removed, too.
@@ -139,7 +139,7 @@ class WeightDir:
         Raises:
             UsageError: another run has it, or an earlier one kept versions there.
         """
-        if self._file is not None:
+        if self.file is not None:
             return
         self.root.mkdir(parents=True, exist_ok=True)
         file = (self.root / OWNER_FILE).open("a+")
@@ -158,7 +158,7 @@ class WeightDir:
         file.truncate(0)
         file.write(json.dumps(mine))
         file.flush()
-        self._file = file  # closing it would give the lock up
+        self.file = file  # closing it would give the lock up
 
     def _take_over(self, earlier: dict[str, Any]) -> None:
         """Keep what an earlier run kept, and remove what it left."""

@@ -185,11 +185,11 @@ class OpenEnv:
         episode.close()
         return {"messages": episode.messages, "tools": self.tools}
 
-    def start(self, task: int) -> _OpenEnvEpisode:
-        return _OpenEnvEpisode(self, task)
+    def start(self, task: int) -> OpenEnvEpisode:
+        return OpenEnvEpisode(self, task)
 
 
-class _OpenEnvEpisode:
+class OpenEnvEpisode:
     def __init__(self, owner: OpenEnv, task: int) -> None:
         self.owner, self.tools = owner, owner.tools
         self.environment = owner.make(**owner.arguments)

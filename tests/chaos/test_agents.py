@@ -117,7 +117,7 @@ def test_wounded_sandboxes_lose_and_double_no_sample_and_train_nothing_untrusted
         if how is None:
             return
         await asyncio.sleep(rng.uniform(0.0, 0.5))
-        pid = sandbox._process.pid
+        pid = sandbox.process.pid
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, how)
             if how == signal.SIGSTOP:

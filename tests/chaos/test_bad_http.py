@@ -55,7 +55,7 @@ class World:
 
 @pytest.fixture
 def world(letters: None, start_service: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(http_utils._client, "limits", http_utils.HttpLimits(retry_window_s=2.0, max_backoff_s=0.05))
+    monkeypatch.setattr(http_utils.CLIENT, "limits", http_utils.HttpLimits(retry_window_s=2.0, max_backoff_s=0.05))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"input": f"p{letter}"}) + "\n" for letter in LETTERS))
     scores = start_service(lambda request: len(request["response"]))
@@ -95,7 +95,7 @@ def test_a_fault_now_and_then_costs_no_sample(world: World, fault: str, path: st
 @pytest.mark.parametrize("path", [GENERATE, SCORE])
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "slow"])
 def test_a_fault_that_lasts_ends_the_rollout_and_names_the_address(world: World, fault: str, path: str) -> None:
-    http_utils._client.limits.retry_window_s = 0.3
+    http_utils.CLIENT.limits.retry_window_s = 0.3
     changes = {"on_untrusted_reward": "keep"} if path == SCORE else {}  # else the sample is masked, and counted
     with behind(world, fault, path, every=1).serve() as proxy, pytest.raises(SampleError) as caught:
         world.run(proxy, **changes)
@@ -104,7 +104,7 @@ def test_a_fault_that_lasts_ends_the_rollout_and_names_the_address(world: World,
 
 
 def test_an_engine_that_is_too_slow_is_named_at_the_deadline(world: World) -> None:
-    http_utils._client.limits.request_timeout_s = 0.1
+    http_utils.CLIENT.limits.request_timeout_s = 0.1
     with behind(world, "slow", GENERATE, every=3).serve() as proxy, pytest.raises(SampleError) as caught:
         world.run(proxy, sglang_router_request_timeout_secs=0.1)
     assert f"POST {proxy.url}/generate was not answered within 0.1 s" in str(caught.value)

@@ -36,7 +36,7 @@ def test_values_and_gradients_are_those_of_a_product_for_each_expert(
     assert grouped_experts.can_group(rows, weights[0])
     stacked = grouped_experts.stacked([weight.t() for weight in weights])
     assert (stacked.data_ptr() == whole.data_ptr()) == in_one_storage
-    found = grouped_experts._GroupedLinear.apply(grouped_experts._product, counts, offsets, fused, rows, *weights)
+    found = grouped_experts.GroupedLinear.apply(grouped_experts._product, counts, offsets, fused, rows, *weights)
     found.backward(grad)
 
     parts = zip(rows.detach().double().split(counts), grad.double().split(counts), weights, strict=True)

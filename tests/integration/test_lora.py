@@ -231,7 +231,7 @@ def test_adapters_of_latent_attention_are_trained_as_peft_trains_them(tmp_path: 
 def save_and_export(actor: Any, records: list[Any], out: Path) -> None:
     actor.backend.export_hf(out / "merged")
     before = {name: tensor.clone() for name, tensor in actor.backend.named_weights()}
-    torch.save(actor.backend._answers(range(1, 17)), out / "answers")
+    torch.save(actor.backend.answers(range(1, 17)), out / "answers")
     assert all(torch.equal(tensor, before[name]) for name, tensor in actor.backend.named_weights())
     train_and_save(actor, records, out / "straight")
 

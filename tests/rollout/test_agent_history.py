@@ -232,7 +232,7 @@ def test_the_prompts_of_a_conversation_share_their_ids_and_a_branch_has_its_own(
     held = {"first": first, "second": second, "branch": branch, "third": third}
     expected = {"first": [1, 2], "second": [1, 2, 3, 4], "branch": [1, 2, 3, 9], "third": [1, 2, 3, 4, 5, 6]}
     assert held == expected and {name: list(ids) for name, ids in held.items()} == expected
-    assert first._held is second._held is third._held is not branch._held
+    assert first.held is second.held is third.held is not branch.held
     assert SharedIds.of(third) is third and SharedIds.of(first.plus([7])) == [1, 2, 7]
 
 
@@ -251,7 +251,7 @@ def test_the_json_of_shared_ids_is_written_once_and_right_in_every_order():
     for ids in (third, first, second, second.kept(), third.plus([60]), first.plus([]), SharedIds.of([])):
         assert json.loads(ids.json()) == list(ids)
     calls = []
-    third._held.ids, whole = _Spy(third._held.ids, calls), third.plus([70]).json()
+    third.held.ids, whole = _Spy(third.held.ids, calls), third.plus([70]).json()
     assert json.loads(whole) == [10, 20, 30, 40, 50, 70] and not calls, "what was written is not read again"
 
 
@@ -379,10 +379,10 @@ def test_experts_are_those_of_the_call_that_wrote_a_token_and_are_held_once():
             said = agent_fakes.send(server, agent_fakes.CHAT, key, {"messages": messages})[1]
             messages = [*messages, said["choices"][0]["message"], AGAIN]
         agent_fakes.send(server, agent_fakes.CHAT, key, {"messages": [*messages[:4], QUESTION]})  # a branch
-        tree = server.sessions.manager._trees[key]
+        tree = server.sessions.manager.trees[key]
         main, branch = finish(server, key)  # it waits for the last turn, which is recorded behind its answer
     nodes = [node for leaf in tree.leaves() for node in leaf.path_from_root() if node.turn]
-    held = {id(node.turn.meta_info["routed_experts"]._held) for node in nodes}
+    held = {id(node.turn.meta_info["routed_experts"].held) for node in nodes}
     assert len(nodes) > turns and len(held) == 2, "one buffer, and one of the branch"
     ends = [len(r["input_ids"]) + len(o) - 1 for r, o in zip(engine.requests, engine.outputs, strict=True)]
     counts = [end - start for start, end in zip([0, *ends[:-2]], ends[:-1], strict=True)]

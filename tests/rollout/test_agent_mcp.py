@@ -131,7 +131,7 @@ def test_a_server_that_is_gone_makes_the_session_untrusted_whatever_is_said_afte
     with gateway(["a"]) as (server, _):
         key = opened(server)
         server.mcp = endpoint
-        client = endpoint.tools._clients[0]
+        client = endpoint.tools.clients[0]
         working = client.server
         client.server = working.model_copy(update={"command": ["/nowhere"]})
         async_utils.run(endpoint.tools.close())

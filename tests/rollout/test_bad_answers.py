@@ -89,7 +89,7 @@ class Engine:
 @pytest.fixture
 def engine(letters, monkeypatch):
     """The fake, asked by a client that waits only shortly between two attempts."""
-    monkeypatch.setattr(http_utils._client, "limits", http_utils.HttpLimits(retry_window_s=60.0, max_backoff_s=0.05))
+    monkeypatch.setattr(http_utils.CLIENT, "limits", http_utils.HttpLimits(retry_window_s=60.0, max_backoff_s=0.05))
     fake, app = Engine(), web.Application()
     app.router.add_post("/generate", fake.generate)
     with serve(app) as fake.port:
@@ -136,7 +136,7 @@ LASTING = {
 
 @pytest.mark.parametrize(("answer", "message"), LASTING.values(), ids=LASTING)
 def test_what_does_not_pass_ends_in_an_error_with_the_last_reason(engine, monkeypatch, answer, message):
-    monkeypatch.setattr(http_utils._client.limits, "retry_window_s", 0.5)
+    monkeypatch.setattr(http_utils.CLIENT.limits, "retry_window_s", 0.5)
     with pytest.raises(SampleError, match=message) as caught:
         complete(engine, [answer])
     assert engine.calls >= 2, "after its first failure a request is tried again, however late that came"

@@ -46,7 +46,7 @@ def play(monkeypatch, tmp_path):
     def one(settings, row, replies, **flags):
         tokenizer = family_tokenizer("qwen2_5")
         GenerateState.clear_instances()
-        gateway._Shared.clear_instances()
+        gateway.SharedGateway.clear_instances()
         monkeypatch.setattr(generation, "load_tokenizer", lambda name, **kw: tokenizer)
         with ScriptedModel(tokenizer, replies).serve() as model:
             args = rollout_args(
@@ -66,9 +66,9 @@ def play(monkeypatch, tmp_path):
         for process in Environments(None, None).processes:
             async_utils.run(process.end())
     Environments.clear_instances()
-    if gateway._Shared in type(gateway._Shared)._instances:
-        gateway._Shared(None).gateway.stop()
-    gateway._Shared.clear_instances()
+    if gateway.SharedGateway in type(gateway.SharedGateway)._instances:
+        gateway.SharedGateway(None).gateway.stop()
+    gateway.SharedGateway.clear_instances()
     GenerateState.clear_instances()
 
 

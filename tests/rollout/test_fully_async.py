@@ -117,7 +117,7 @@ def fresh(monkeypatch):
 
 def forget() -> None:
     global engine
-    for singleton in (GenerateState, WeightClock, fully_async_rollout._Workers):
+    for singleton in (GenerateState, WeightClock, fully_async_rollout.Workers):
         singleton.clear_instances()
     engine = Engine()
 
@@ -144,7 +144,7 @@ def scenario(coroutine: Any) -> Any:
 
 
 async def collecting(worker: AsyncRolloutWorker, rollout_id: int) -> asyncio.Task[Any]:
-    task = asyncio.create_task(fully_async_rollout._collect(worker, rollout_id))
+    task = asyncio.create_task(fully_async_rollout.collect(worker, rollout_id))
     await settle()
     return task
 
@@ -407,7 +407,7 @@ class Simulation:
         async def in_turn() -> Any:
             if before is not None:
                 await asyncio.wait([before])
-            return await fully_async_rollout._collect(self.worker, following)
+            return await fully_async_rollout.collect(self.worker, following)
 
         self.begun.append(asyncio.create_task(in_turn()))
         return True
@@ -503,7 +503,7 @@ async def in_order(rng: random.Random, source: Source, *, first: int, end: int, 
 
     trained = {}
     for rollout_id in range(first, end):
-        output = await until(asyncio.create_task(fully_async_rollout._collect(worker, rollout_id)))
+        output = await until(asyncio.create_task(fully_async_rollout.collect(worker, rollout_id)))
         births = [[engine.birth[token] for sample in group for token in sample.tokens[1:]] for group in output.samples]
         trained[rollout_id] = [
             (number, {first + birth - 1 for birth in of_group})
@@ -584,7 +584,7 @@ def test_the_rollout_function_returns_scored_groups_rollout_after_rollout_from_o
         output = generate_rollout_fully_async(worker.args, rollout_id, source)
         assert len(output.samples) == 2 and all(len(group) == GROUP for group in output.samples)
         assert all(sample.reward == 2.0 for group in output.samples for sample in group)
-    assert fully_async_rollout._Workers().worker.data_buffer is source
+    assert fully_async_rollout.Workers().worker.data_buffer is source
 
 
 def test_prompts_in_flight_are_saved_as_if_they_had_been_given_back(answering):

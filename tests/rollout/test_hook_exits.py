@@ -122,7 +122,7 @@ def test_an_exit_in_a_data_source_names_it(make, generate, kind):
     with pytest.raises(HookError, match=rf"^{name}: get_samples failed: {kind.__name__}: 3$"):
         generate(args, 0, load_function(args.data_source_path)(args))
     fully_async_rollout.stop_worker()
-    fully_async_rollout._Workers.clear_instances()
+    fully_async_rollout.Workers.clear_instances()
 
 
 def test_a_task_that_user_code_cancels_is_an_error_of_its_sample(make):
@@ -134,7 +134,7 @@ def test_a_task_that_user_code_cancels_is_an_error_of_its_sample(make):
     with pytest.raises(RuntimeError, match="groups crashed during rollout 0.*was cancelled by user code"):
         generate_rollout_fully_async(args, 0, source)
     fully_async_rollout.stop_worker()
-    fully_async_rollout._Workers.clear_instances()
+    fully_async_rollout.Workers.clear_instances()
 
 
 async def nothing():

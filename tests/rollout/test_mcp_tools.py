@@ -81,7 +81,7 @@ class Caller:
 
     def lose(self) -> None:
         """End the connections; nothing answers at the addresses any more."""
-        for client in self.tools._clients:
+        for client in self.tools.clients:
             client.server = client.server.model_copy(update={"url": "http://127.0.0.1:9/mcp"})
         async_utils.run(self.tools.close())
 
@@ -236,7 +236,7 @@ def test_a_server_that_hangs_at_its_start_is_an_environment_that_failed(port: in
     caller(ADD)
     async_utils.run(caller.tools.close())
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        [client] = caller.tools._clients
+        [client] = caller.tools.clients
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/mcp"
         client.server = client.server.model_copy(update={"url": url, "timeout_s": 2.5})
         with pytest.raises(EnvError, match="did not answer within 2.25 s"):

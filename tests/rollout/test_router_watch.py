@@ -37,7 +37,7 @@ def thread_state(process: psutil.Process, thread: int) -> str:
 
 
 def process_of(router: Router) -> Any:
-    return router._process
+    return router.process
 
 
 def test_a_router_that_ends_comes_back_on_its_port_with_its_engines_but_not_for_ever(

@@ -46,14 +46,14 @@ def test_the_collective_backend_of_a_gpu_is_the_one_asked_for(monkeypatch):
 
 
 def test_the_build_of_torch_is_told_without_importing_it(monkeypatch, tmp_path):
-    assert accelerator._is_built_without_cuda() is (torch.version.cuda is None and torch.version.hip is None)
+    assert accelerator.is_built_without_cuda() is (torch.version.cuda is None and torch.version.hip is None)
     package = tmp_path / "torch"
     package.mkdir()
     (package / "__init__.py").write_text("")
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: type("Spec", (), {"submodule_search_locations": [package]})
     )
-    assert accelerator._is_built_without_cuda() is False, "torch has to be asked"
+    assert accelerator.is_built_without_cuda() is False, "torch has to be asked"
     for says, expected in (("cuda = None", True), ("cuda = '13.0'", False), ("cuda = None\nhip = '7.0'", False)):
         (package / "version.py").write_text(says)
-        assert accelerator._is_built_without_cuda() is expected
+        assert accelerator.is_built_without_cuda() is expected

@@ -218,7 +218,7 @@ def test_an_openai_client_makes_parallel_calls_and_goes_on_in_one_sample(stream)
         history += [{"role": "tool", "tool_call_id": c.id, "content": "x"} for c in choice.message.tool_calls]
         assert chat(client, history, tools=TOOLS).choices[0].message.content == "done"
         until(lambda: adapter.manager.turn_count("s") == 2)  # recorded once the client has the answer
-        tree = adapter.manager._trees["s"]
+        tree = adapter.manager.trees["s"]
         assert [len(node.children) for node in next(tree.leaves()).path_from_root()] == [1, 1, 1, 1, 0]
         assert finish(adapter)[0].metadata["use_tool"]
 

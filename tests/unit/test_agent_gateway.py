@@ -228,7 +228,7 @@ def test_nothing_is_left_of_sessions_that_their_agents_have_abandoned():
 
         asyncio.run(drop_all())
         sessions, trees = server.sessions, server.sessions.manager
-        assert not any(map(len, (sessions.store, sessions.inflight, trees._trees, trees._latest, trees._turn_counts)))
+        assert not any(map(len, (sessions.store, sessions.inflight, trees.trees, trees._latest, trees._turn_counts)))
 
 
 def test_a_taken_port_and_a_foreign_address_are_errors_that_name_the_flags():
@@ -270,7 +270,7 @@ def test_the_shared_gateway_is_made_of_the_runs_flags(monkeypatch):
         assert server.is_ending()
         server.stop()
     finally:
-        gateway_module._Shared.clear_instances()
+        gateway_module.SharedGateway.clear_instances()
 
 
 def test_a_gateway_that_stops_in_a_turn_keeps_the_turns_before_it():

@@ -168,7 +168,7 @@ def test_an_engine_that_fails_ends_a_session_by_transport_until_it_answers(monke
         key = opened(server)
         assert send(server, CHAT, key)[0] == 200
         engine.failures = [(500, "x")] * 2
-        monkeypatch.setattr("slime.utils.http_utils._client.limits.retry_window_s", 0.0)
+        monkeypatch.setattr("slime.utils.http_utils.CLIENT.limits.retry_window_s", 0.0)
         status, answer = send(server, CHAT, key, {"messages": [*ASK, *ASK]})
         assert (status, answer["error"]["type"]) == (503, "api_error")
         assert server.end_reason(key) == "transport" and server.sessions.store[key].num_turns == 1

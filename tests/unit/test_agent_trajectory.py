@@ -56,7 +56,7 @@ def test_the_tree_is_the_same_when_the_prompt_before_is_walked_anew(threshold):
         slow._latest.clear()
         for manager in (quick, slow):
             record(manager, [1], [2] * rng.choice([1, 3]), messages[:] if number % 2 else messages, said("a"))
-        assert shape(quick._trees["s"]) == shape(slow._trees["s"])
+        assert shape(quick.trees["s"]) == shape(slow.trees["s"])
         if len(messages) > 8:
             messages = [rng.choice(parts)]
 
@@ -66,8 +66,8 @@ def test_two_turns_of_a_tool_conversation_are_one_chain_and_one_sample():
     record(manager, [1, 2], [10, 11], [SYSTEM, USER], said("call"), output_log_probs=[-0.1, -0.2])
     record(manager, [1, 2, 10, 11, 3, 4], [12], [SYSTEM, USER, said("call"), TOOL], said("2"), output_log_probs=[-0.3])
     chain = [("system", False, [("user", False, [("assistant", True, [("tool", False, [("assistant", True, [])])])])])]
-    assert shape(manager._trees["s"]) == chain
-    assert [leaf.turn_index for leaf in manager._trees["s"].leaves()] == [2]
+    assert shape(manager.trees["s"]) == chain
+    assert [leaf.turn_index for leaf in manager.trees["s"].leaves()] == [2]
     assert manager.turn_count("s") == 2
     [sample] = samples_of(manager, reward=0.5, extra_metadata={"exit": 0})
     assert sample.tokens == [1, 2, 10, 11, 3, 4, 12]
@@ -95,7 +95,7 @@ def test_another_message_is_a_branch_from_there_on(other, num_shared):
     record(manager, [1], [10], [SYSTEM, USER], said("a"))
     record(manager, [1, 10, 2], [11], [SYSTEM, USER, said("a"), AGAIN], said("b"))
     record(manager, [1, 10, 3], [12], other, said("c"))
-    first, second = (leaf.path_from_root() for leaf in manager._trees["s"].leaves())
+    first, second = (leaf.path_from_root() for leaf in manager.trees["s"].leaves())
     shared = [a for a, b in zip(first, second, strict=True) if a is b]
     assert len(shared) == num_shared
 
@@ -105,7 +105,7 @@ def test_two_answers_to_one_prompt_and_two_tool_messages_are_nodes_of_their_own(
     record(manager, [1], [10], [USER], said("a"))
     record(manager, [1], [11], [USER], said("a"))
     record(manager, [1, 11, 2], [12], [USER, said("b"), TOOL, TOOL], said("c"))
-    answers = manager._trees["s"].children[0].children
+    answers = manager.trees["s"].children[0].children
     assert [child.turn_index for child in answers] == [1, 2, None], "an unknown answer is context only"
     assert [n.role for n in answers[2].children[0].path_from_root()] == ["user", "assistant", "tool"]
     assert [n.role for n in answers[2].children[0].children] == ["tool"]
@@ -116,7 +116,7 @@ def test_sessions_do_not_see_each_other_and_messages_match_whatever_their_tokens
     record(manager, [1], [10], [USER], said("a"), sid="one")
     record(manager, [1], [10], [USER], said("a"), sid="two")
     record(manager, [9, 9, 9], [11], [USER, said("a"), AGAIN], said("b"), sid="one")
-    assert shape(manager._trees["one"]) == [
+    assert shape(manager.trees["one"]) == [
         ("user", False, [("assistant", True, [("user", False, [("assistant", True, [])])])])
     ]
     manager.drop_session("one")
@@ -127,7 +127,7 @@ def test_sessions_do_not_see_each_other_and_messages_match_whatever_their_tokens
 def test_an_empty_response_is_a_leaf_without_a_message_and_no_sample():
     manager = TrajectoryManager()
     record(manager, [1], [], [USER], None)
-    [leaf] = manager._trees["s"].leaves()
+    [leaf] = manager.trees["s"].leaves()
     assert leaf.message is None and leaf.turn is not None
     assert samples_of(manager) == []
 
@@ -197,7 +197,7 @@ def test_a_turn_on_several_paths_is_trained_once():
 def test_a_short_answer_that_the_client_rewrote_is_merged_and_counted():
     manager = TrajectoryManager()
     record(manager, [1], [10, 11], [USER], said("a "))
-    [answer] = manager._trees["s"].leaves()
+    [answer] = manager.trees["s"].leaves()
     record(manager, [1, 20, 2], [12], [USER, said("a"), AGAIN], said("b"))
     assert answer.metadata["merged_rewrite"] == {"abandoned_turn_index": 1, "abandoned_response_tokens": 2}
     assert (answer.turn, answer.turn_index, answer.message) == (None, None, said("a"))
@@ -212,7 +212,7 @@ def test_a_long_rewritten_answer_stays_a_leaf(threshold):
     manager = TrajectoryManager(fork_threshold_tokens=threshold)
     record(manager, [1], [10, 11], [USER], said("a "))
     record(manager, [1, 20, 2], [12], [USER, said("a"), AGAIN], said("b"))
-    assert len(list(manager._trees["s"].leaves())) == len(samples_of(manager)) == 2
+    assert len(list(manager.trees["s"].leaves())) == len(samples_of(manager)) == 2
 
 
 def test_a_rewrite_of_one_of_two_answers_is_a_third_branch(caplog):
@@ -221,7 +221,7 @@ def test_a_rewrite_of_one_of_two_answers_is_a_third_branch(caplog):
     record(manager, [1], [11], [USER], said("b"))
     with caplog.at_level(logging.WARNING):
         record(manager, [1, 12, 2], [13], [USER, said("c"), AGAIN], said("d"))
-    assert len(list(manager._trees["s"].leaves())) == 3
+    assert len(list(manager.trees["s"].leaves())) == 3
     assert "any of 2 answers" in caplog.text
 
 

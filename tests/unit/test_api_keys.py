@@ -51,7 +51,7 @@ KEY = "k" * 32
 
 @pytest.fixture(autouse=True)
 def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_keys, "_protected", api_keys._Protected())
+    monkeypatch.setattr(api_keys, "PROTECTED", api_keys.Protected())
     for name in (ROUTER_ENV, ENGINE_ENV, SERVICE_ENV):
         monkeypatch.delenv(name, raising=False)
 
@@ -179,7 +179,7 @@ def test_a_process_that_knows_the_keys_protects_routers_and_engines() -> None:
     use_keys(RunKeys("r", "e"))
     DirectEngine(EngineContact(0, "http://10.0.0.1:15000"))
     external = ExternalEngine(ExternalEngineInfo("http://10.0.0.2:15000", 1), rank=1)
-    api_keys._protected.key_of.pop("10.0.0.2:15000")
+    api_keys.PROTECTED.key_of.pop("10.0.0.2:15000")
     pickle.loads(pickle.dumps(external))  # in the process of a trainer
     api_keys.protect_router("http://10.0.0.3:30000")
     assert headers_for("http://10.0.0.1:15000/generate") == {"Authorization": "Bearer e"}

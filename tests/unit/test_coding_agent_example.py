@@ -95,7 +95,7 @@ def run(monkeypatch):
             return made[-1]
 
         engine = ScriptedEngine(FakeTokenizer(), list(texts))
-        SingletonMeta.clear_instances(gen._AdapterService)
+        SingletonMeta.clear_instances(gen.AdapterService)
         monkeypatch.setattr(
             gen, "CONFIG", dataclasses.replace(gen.CONFIG, adapter_public_host="127.0.0.1", adapter_port=0)
         )
@@ -116,9 +116,9 @@ def run(monkeypatch):
             try:
                 samples = asyncio.run(all_samples(args, sample))
             finally:
-                if gen._AdapterService in SingletonMeta._instances:
-                    gen._AdapterService(args).gateway.stop()
-                SingletonMeta.clear_instances(gen._AdapterService)
+                if gen.AdapterService in SingletonMeta._instances:
+                    gen.AdapterService(args).gateway.stop()
+                SingletonMeta.clear_instances(gen.AdapterService)
         return samples, made
 
     return run
@@ -197,7 +197,7 @@ from examples.coding_agent_rl import generate as gen
 from slime.utils.errors import UsageError
 print(*gen.check_args(SimpleNamespace()), sep="\\n")
 try:
-    gen._AdapterService(SimpleNamespace())
+    gen.AdapterService(SimpleNamespace())
 except UsageError as error:
     print("raised", error)
 """
@@ -211,7 +211,7 @@ except UsageError as error:
 
 def test_an_evaluation_has_its_own_limit_of_the_context(run, monkeypatch):
     args = SimpleNamespace(rollout_max_context_len=4096, eval_max_context_len=8192)
-    monkeypatch.setattr(gen, "_AdapterService", lambda args: SimpleNamespace(url="http://here:1"))
+    monkeypatch.setattr(gen, "AdapterService", lambda args: SimpleNamespace(url="http://here:1"))
     limits = [
         gen.SweExecution(args, Sample(), {}, {}, evaluation=evaluation).max_context_tokens
         for evaluation in (False, True)

@@ -36,11 +36,11 @@ def test_a_checksum_is_of_the_bytes_that_went_into_the_file(tmp_path):
     values = torch.arange(1000, dtype=torch.int16)
     with (tmp_path / "part").open("wb") as file:
         stream = torch_dist_writer.HashedStream(file)
-        torch_dist_writer._save(values[::2], (500,), stream)
+        torch_dist_writer.save_tensor(values[::2], (500,), stream)
         start = stream.tell()
-        torch_dist_writer._save(values, (1000,), stream)
+        torch_dist_writer.save_tensor(values, (1000,), stream)
         end = stream.tell()
-        torch_dist_writer._save(values[:0], (0,), stream)
+        torch_dist_writer.save_tensor(values[:0], (0,), stream)
     assert stream.entry() == entries_of(tmp_path, [tmp_path / "part"])["part"]
     (tmp_path / "one").write_bytes((tmp_path / "part").read_bytes()[start:end])
     assert torch.equal(torch.load(tmp_path / "one"), values)

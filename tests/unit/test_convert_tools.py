@@ -220,14 +220,14 @@ def test_a_conversion_to_torch_dist_that_fails_leaves_nothing_and_can_be_repeate
         def main(argv: tuple[str, ...]) -> int:
 
             torch_dist_writer.PART_BYTES = 10_000
-            real = torch_dist_writer._write_part
+            real = torch_dist_writer.write_part
 
             def write(path: Path, *values: Any) -> Any:
                 if path.name == "__0_3.distcp":
                     raise SystemExit("cut off")
                 return real(path, *values)
 
-            torch_dist_writer._write_part = write
+            torch_dist_writer.write_part = write
             try:
                 convert_hf_to_torch_dist.main(argv)
             except SystemExit:

@@ -329,13 +329,13 @@ def test_what_a_run_left_behind_is_removed_and_what_it_kept_is_not(world: World)
     left = WeightDir(world.shared, keeps_files=False, run="first")
     left.claim()
     left.path(7).mkdir()
-    left._file.close()  # type: ignore[union-attr] - the process ends
+    left.file.close()  # type: ignore[union-attr] - the process ends
     assert why_not_ours(world.shared) is None
     kept = WeightDir(world.shared, keeps_files=True, run="second")
     kept.claim()
     assert not left.path(7).exists()
     kept.path(8).mkdir()
-    kept._file.close()  # type: ignore[union-attr]
+    kept.file.close()  # type: ignore[union-attr]
     with pytest.raises(WeightSyncError, match="holds weight_v000008 of an earlier run; remove that run's versions"):
         world.updater(FileEngine())
     assert kept.path(8).exists()
@@ -346,7 +346,7 @@ def test_another_process_of_the_same_run_goes_on_in_its_directory(world: World) 
     first = WeightDir(world.shared, keeps_files=True, run="runs/mine")
     first.claim()
     first.path(1).mkdir()
-    first._file.close()  # type: ignore[union-attr] - the process ends
+    first.file.close()  # type: ignore[union-attr] - the process ends
     updater = world.updater(FileEngine(), connect=False, update_weight_disk_keep_files=True)
     updater.weight_version = 1
     engine = FileEngine()
@@ -361,7 +361,7 @@ def test_a_directory_that_a_run_needs_for_the_first_time_in_its_middle_is_not_it
     other = WeightDir(world.shared, keeps_files=True, run="other")
     other.claim()
     other.path(3).mkdir()
-    other._file.close()  # type: ignore[union-attr] - the process ends
+    other.file.close()  # type: ignore[union-attr] - the process ends
     updater = world.updater(FileEngine(), connect=False)
     updater.weight_version = 2
     with pytest.raises(WeightSyncError, match="holds weight_v000003 of an earlier run"):

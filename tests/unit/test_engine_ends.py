@@ -29,7 +29,7 @@ class ScriptedEngine(SGLangEngine):
 
     def _begin(self) -> None:
         command = [sys.executable, "-c", self.program]
-        self._process = registry().start(command, name="engine 0", log_path=self._log_path)
+        self.process = registry().start(command, name="engine 0", log_path=self.log_path)
 
 
 FAILS = "print('[10:00] loading', 'ValueError: no such model', 'Rank 0 scheduler is dead', sep='\\n'); exit(3)"
@@ -78,8 +78,8 @@ def test_an_engine_knows_that_it_has_ended_by_itself(tmp_path: Path) -> None:
     engine = ScriptedEngine(FAILS, tmp_path / "log")
     assert engine.ending() is None
     engine._begin()
-    assert engine._process is not None
-    engine._process.wait(30)
+    assert engine.process is not None
+    engine.process.wait(30)
     assert engine.ending() == f"engine 0 has ended (exit code 3): ValueError: no such model ({tmp_path / 'log'})"
     engine.shutdown()
     assert engine.ending() is None, "it was told to"

@@ -211,12 +211,12 @@ def test_an_environment_of_openenv_is_closed_once_whatever_happens():
     owner: Any = SimpleNamespace(
         make=OneEnvironment, arguments={}, split=None, system=None, tools=None, kind="sum", field=None
     )
-    episode = frameworks._OpenEnvEpisode(owner, 0)
+    episode = frameworks.OpenEnvEpisode(owner, 0)
     episode.finish()
     episode.close()
     assert OneEnvironment.closed == [1]
     with pytest.raises(RuntimeError, match="no such seed"):
-        frameworks._OpenEnvEpisode(owner, 1)
+        frameworks.OpenEnvEpisode(owner, 1)
     assert OneEnvironment.closed == [1, 1]
 
 

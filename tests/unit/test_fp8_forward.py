@@ -244,7 +244,7 @@ def check_experts(args: argparse.Namespace) -> None:
 
     for product in (in_fp8, grouped_experts._product):
         leaves = [rows.clone().requires_grad_(), *(torch.nn.Parameter(w.detach().clone()) for w in weights)]
-        grouped_experts._GroupedLinear.apply(product, counts, offsets, False, *leaves).backward(grad)
+        grouped_experts.GroupedLinear.apply(product, counts, offsets, False, *leaves).backward(grad)
         gradients.append([leaf.grad for leaf in leaves])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 

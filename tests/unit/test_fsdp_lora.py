@@ -108,7 +108,7 @@ def _asked(args: Any) -> None:
     for name, tensor in actor.backend.named_weights():
         if ".lora_B" in name:
             tensor.data.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
-    (live, base), again = actor.backend._answers(range(1, 17)), actor.backend._answers(range(1, 17))
+    (live, base), again = actor.backend.answers(range(1, 17)), actor.backend.answers(range(1, 17))
     assert again == (live, base)
     assert torch.tensor(live).sub(torch.tensor(base)).abs().max() > 1e-2
 

@@ -85,11 +85,11 @@ def test_what_only_the_defaults_of_a_config_say_is_refused_too(tmp_path: Path) -
 
 
 def test_a_rotation_of_heads_that_come_last_is_that_of_heads_that_come_first() -> None:
-    from slime.backends.fsdp_utils.model import _rotate_both
+    from slime.backends.fsdp_utils.model import rotate_both
 
     q, k, cos, sin = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 5, 8), torch.randn(1, 5, 8)
-    turned = _rotate_both(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
-    assert all(a.transpose(1, 2).equal(b) for a, b in zip(turned, _rotate_both(q, k, cos, sin), strict=True))
+    turned = rotate_both(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
+    assert all(a.transpose(1, 2).equal(b) for a, b in zip(turned, rotate_both(q, k, cos, sin), strict=True))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3", "glm4"])
@@ -97,7 +97,7 @@ def test_kernels_take_the_place_of_llamas_code_alone(family: str) -> None:
     """On CPU they run as they are written, so that the output shows whether each stands where it belongs."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from slime.backends.fsdp_utils.model import _rotate_both, use_kernels
+    from slime.backends.fsdp_utils.model import rotate_both, use_kernels
 
     name = "gemma3_text" if family == "gemma3" else family
     torch.manual_seed(0)
@@ -112,7 +112,7 @@ def test_kernels_take_the_place_of_llamas_code_alone(family: str) -> None:
     }
     # Gemma's norm adds 1 to its weight and its unit is no SiLU; GLM-4's unit is one product, its rotation interleaved
     assert replaced == {"gemma3": set(), "glm4": {"RMSNorm"}}.get(family, {"RMSNorm", "MLP"})
-    assert (rotation is _rotate_both) == (family != "glm4")
+    assert (rotation is rotate_both) == (family != "glm4")
     assert torch.allclose(found, expected, atol=1e-6)
 
 

@@ -109,7 +109,7 @@ def test_a_request_that_misses_its_deadline_is_not_sent_again(server, ask):
 
 
 def test_a_dead_server_is_given_up_after_the_retry_window(monkeypatch):
-    monkeypatch.setattr(http_utils._client.limits, "retry_window_s", 0.3)
+    monkeypatch.setattr(http_utils.CLIENT.limits, "retry_window_s", 0.3)
     # The second failure comes at least 0.15 s after the first, the third 0.3 s after the second: it is the last.
     with pytest.raises(HttpError, match="POST http://127.0.0.1:9/x failed [23] times .* ClientConnectorError"):
         async_utils.run(post("http://127.0.0.1:9/x", {}))
@@ -127,10 +127,10 @@ def test_requests_of_one_loop_share_connections(server):
 
 
 def test_the_client_is_sized_to_the_engines(monkeypatch):
-    monkeypatch.setattr(http_utils._client, "limits", http_utils.HttpLimits())
+    monkeypatch.setattr(http_utils.CLIENT, "limits", http_utils.HttpLimits())
     http_utils.init_http_client(rollout_args(rollout_num_engines=2))
-    assert http_utils._client.limits.max_connections == 64 * (4 // 2)
-    assert http_utils._client.limits.request_timeout_s == 30.0
+    assert http_utils.CLIENT.limits.max_connections == 64 * (4 // 2)
+    assert http_utils.CLIENT.limits.request_timeout_s == 30.0
 
 
 def test_the_error_survives_pickling():

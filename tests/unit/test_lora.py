@@ -214,7 +214,7 @@ def test_an_adapter_too_small_for_16_bit_ends_no_run(check: Check, largest: floa
     args, shared = check("--lora-rank 8").args, in_shared_memory({"q.lora_B.weight": torch.full((2, 8), largest)})
     of_one = from_adapters._Adapter(None, {"r": 8, "lora_alpha": 16.0}, {}, shared)
     vars(updater).update(args=args, _is_unseen=True, _fleet=fleet, _adapters=[of_one], _tries=4)
-    updater._see_that_it_is_served()
+    updater.see_that_it_is_served()
     assert (fleet.start.called, updater._is_unseen) == (is_asked, not is_asked)
 
 
@@ -240,9 +240,9 @@ def test_engines_have_to_move_as_the_trainer_did_and_their_base_not(check: Check
     with mock.patch.object(from_adapters, "contact_of", lambda engine, number: f"engine {number}"):
         if told is not None:
             with pytest.raises(WeightSyncError, match=told):
-                updater._see_that_it_is_served()
+                updater.see_that_it_is_served()
             return
-        updater._see_that_it_is_served()
+        updater.see_that_it_is_served()
     assert updater._is_unseen == (share < 1), "what has hardly moved is looked at again"
 
 

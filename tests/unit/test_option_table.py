@@ -190,7 +190,7 @@ def test_a_table_is_built_once_for_each_version_and_each_state_of_the_code(
     tables = [cached_table("t", {"package": version}, builder.build) for version in ("1", "1", "2", "1")]
     assert builder.calls == 2
     assert all(table.options == tables[0].options for table in tables)
-    monkeypatch.setattr(option_table, "_code_hash", lambda build: "other code")
+    monkeypatch.setattr(option_table, "code_hash", lambda build: "other code")
     cached_table("t", {"package": "1"}, builder.build)
     assert builder.calls == 3
     assert len(list(cache.iterdir())) == 3, "a file each, and nothing left over"
@@ -206,10 +206,10 @@ def test_a_table_that_takes_a_while_to_make_is_announced(cache: Path, caplog: py
 
 
 def test_the_code_of_the_builder_is_part_of_the_key(filler, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    before = option_table._code_hash(filler.fill)
-    assert option_table._code_hash(filler.fill) == before
+    before = option_table.code_hash(filler.fill)
+    assert option_table.code_hash(filler.fill) == before
     (tmp_path / "slow_filler.py").write_text(FILLER + "\n")
-    assert option_table._code_hash(filler.fill) != before
+    assert option_table.code_hash(filler.fill) != before
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": {}, "options": []}', "\xff\xfe", '{"options": 3}'])

@@ -148,7 +148,7 @@ def test_a_hundred_failures_of_a_server_are_one_warning(
     router: tuple[str, type[_Router]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, handler = router
-    monkeypatch.setattr(http_utils._client.limits, "retry_window_s", 0.3)
+    monkeypatch.setattr(http_utils.CLIENT.limits, "retry_window_s", 0.3)
     with caplog.at_level(logging.WARNING):
         errors = asyncio.run(_send(url, 50))
     assert all(isinstance(error, HttpError) for error in errors) and handler.num_asked >= 100

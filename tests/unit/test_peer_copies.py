@@ -92,7 +92,7 @@ def test_a_loss_in_the_middle_of_a_copy_leaves_the_one_before(local_ray):
         metrics = copies.keep(rollout_id, [group], TURNS)
         assert metrics["perf/peer_copy_bytes"] == 64 and metrics["perf/peer_copy_time"] > 0
     assert copies.newest(ALL) == 1
-    (holder,) = copies._holders.values()
+    (holder,) = copies.holders.values()
     assert list(ray.get(holder.whole.remote(), timeout=60)) == [1], "an older one costs memory, and is given up"
     group.dies = True
     copies.keep(2, [group], TURNS)
@@ -108,7 +108,7 @@ def test_a_loss_in_the_middle_of_a_copy_leaves_the_one_before(local_ray):
 def test_a_lost_holder_costs_its_copies_and_another_takes_its_place(local_ray):
     copies, group = PeerCopies(1), Group()
     copies.keep(0, [group], TURNS)
-    (holder,) = copies._holders.values()
+    (holder,) = copies.holders.values()
     lose(holder)
     assert copies.newest(ALL) is None
     group.trainers[0].value = 5
@@ -134,5 +134,5 @@ def test_on_several_nodes_a_copy_is_on_its_own_node_and_on_the_next(monkeypatch)
     copies = PeerCopies(1)
     monkeypatch.setattr(copies, "_holder", lambda node: f"holder of {node}")
     a, b, c = (f"holder of {node}" for node in "abc")
-    assert copies._places(list("aabbcc")) == [[a, b], [a, b], [b, c], [b, c], [c, a], [c, a]]
-    assert copies._places(list("aa")) == [[a], [a]]
+    assert copies.places(list("aabbcc")) == [[a, b], [a, b], [b, c], [b, c], [c, a], [c, a]]
+    assert copies.places(list("aa")) == [[a], [a]]

@@ -278,7 +278,7 @@ def test_a_stopped_sympy_child_is_ended_and_said_so(
 ):
     worker = math_utils._Worker()
     assert worker.is_equal("x+1", "1+x", 2.0)
-    child = worker._process
+    child = worker.process
     assert child is not None
     child.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(math_utils, "ANSWER_MARGIN_S", 0.3)

@@ -210,7 +210,7 @@ def test_prompts_of_the_data_source_come_back_with_the_engine_s_tokens_and_the_g
 
 def test_a_server_with_a_key_answers_the_run_and_its_generator_and_nobody_else(make, server, monkeypatch):
     """Every user of a machine reaches its loopback."""
-    monkeypatch.setattr(api_keys, "_protected", api_keys._Protected())
+    monkeypatch.setattr(api_keys, "PROTECTED", api_keys.Protected())
     monkeypatch.setenv(api_keys.SERVICE_ENV, "k" * 32)
     for method, path in (("GET", "status"), ("POST", "buffer/write"), ("POST", "start_rollout"), ("GET", "nowhere")):
         for headers in ({}, {"Authorization": "Bearer nonsense"}):

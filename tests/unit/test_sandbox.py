@@ -174,11 +174,11 @@ def test_the_gateway_is_reached_under_the_own_key_and_carries_bodies() -> None:
 def test_the_door_writes_the_credentials_and_refuses_addresses_that_lead_elsewhere() -> None:
     door = GatewayDoor(GatewayAccess("http://127.0.0.1:5000", "own"), None)  # type: ignore[arg-type]
     for path in ("/v1/messages?beta=..", "/a..b/%2e/c", "/s/own/v1/messages", "/v1/s/other"):
-        assert str(door._target(path)) == f"http://127.0.0.1:5000{path}"
+        assert str(door.target(path)) == f"http://127.0.0.1:5000{path}"
     for path in ("@evil/", "http://evil/", "//evil/", "/a/../b", "/a/%2e%2E/b", "/..%2fb", "/%2fevil", "*", ""):
-        assert door._target(path) is None, path
+        assert door.target(path) is None, path
     for path in ("/s/other/v1/messages", "/%73/other/v1/messages", "/s/own%2f../v1", "/s%2fother/v1", "/s/", "/s"):
-        assert door._target(path) is None, path
+        assert door.target(path) is None, path
 
     async def ask(*headers: tuple[str, str], path: str = "/v1/models") -> tuple[int, list[tuple[str, str]]]:
         seen: list[tuple[str, str]] = []
@@ -228,7 +228,7 @@ def test_a_pool_hands_out_fresh_sandboxes_that_are_open_already() -> None:
             async with pool.take() as third:
                 assert third is made[2]
                 assert (await third.exec("ls"))[1] == ""
-        assert all(sandbox._process and sandbox._process.poll() is not None for sandbox in made)
+        assert all(sandbox.process and sandbox.process.poll() is not None for sandbox in made)
 
         async with SandboxPool(lambda: LocalSandbox(workdir="/usr/local"), size=1) as _:
             pass
@@ -246,7 +246,7 @@ async def main():
         await sandbox.exec("(setsid sleep 4321 &)", check=True)
         waiting = asyncio.create_task(sandbox.exec("exec sleep 4321"))
         while (await sandbox.exec("pgrep -c sleep"))[1] != "2\\n": pass
-        print(sandbox._process.pid, flush=True)
+        print(sandbox.process.pid, flush=True)
         await waiting
 
 asyncio.run(main())
@@ -422,7 +422,7 @@ def test_a_message_that_cannot_be_read_ends_the_sandbox_and_leaks_no_file(said: 
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs, open("/dev/null") as file:
             before = len(os.listdir("/proc/self/fd"))
-            held, sandbox._control = sandbox._control, ours
+            held, sandbox.control = sandbox.control, ours
             socket.send_fds(theirs, [b'{"id": 99, "exit": 0}'], [file.fileno()])
             sandbox._hear()
             assert len(os.listdir("/proc/self/fd")) == before
@@ -441,8 +441,8 @@ def test_a_message_that_cannot_be_read_ends_the_sandbox_and_leaks_no_file(said: 
 
 def test_a_request_waits_for_room_in_the_socket_and_a_broken_one_is_an_error() -> None:
     async def use(sandbox: LocalSandbox) -> None:
-        first = sandbox._process
-        assert first is not None and sandbox._control is not None
+        first = sandbox.process
+        assert first is not None and sandbox.control is not None
         [inner] = set(sleepers(first.pid)) - {first.pid}
         os.kill(inner, signal.SIGSTOP)
         asking = [asyncio.create_task(sandbox.exec(f"echo {'x' * 50_000} | wc -c")) for _ in range(20)]
@@ -450,7 +450,7 @@ def test_a_request_waits_for_room_in_the_socket_and_a_broken_one_is_an_error() -
         assert not any(task.done() for task in asking)
         os.kill(inner, signal.SIGCONT)
         assert {code for code, _, _ in await asyncio.gather(*asking)} == {0}
-        sandbox._control.shutdown(socket.SHUT_WR)
+        sandbox.control.shutdown(socket.SHUT_WR)
         with pytest.raises(SandboxError, match="has ended"):
             await sandbox.exec("true")
         assert not sandbox._pending

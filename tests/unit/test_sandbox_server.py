@@ -68,8 +68,8 @@ def test_a_sandbox_of_another_host_is_used_as_a_local_one(tmp_path: Path) -> Non
                 await sandbox.exec("sleep 77 > /dev/null 2>&1 &")
                 await sandbox.kill_all()
                 assert (await sandbox.exec("pgrep -c sleep"))[1] == "0\n"
-                assert len(served._held) == 1
-            assert not served._held
+                assert len(served.held) == 1
+            assert not served.held
 
     with gateway() as url:
         asyncio.run(run(url))
@@ -128,7 +128,7 @@ def test_a_sandbox_whose_owner_is_silent_ends_and_a_full_server_says_so() -> Non
                 assert first._renewing
                 first._renewing.cancel()  # its owner hangs
                 end = time.monotonic() + 10
-                while served._held:
+                while served.held:
                     assert time.monotonic() < end
                     await asyncio.sleep(0.05)
                 with pytest.raises(SandboxError, match=r"there is no sandbox \w+ \(any more\)"):
@@ -252,7 +252,7 @@ def test_a_sandbox_that_cannot_be_ended_does_not_end_the_watch(caplog):
         server = SandboxServer("k" * 16, lease_s=0.08)
         async with server._life(None):
             for name in ("first", "second"):
-                server._held[name] = _Held(asyncio.create_task(Stuck(name).__aenter__()))
+                server.held[name] = _Held(asyncio.create_task(Stuck(name).__aenter__()))
                 async with asyncio.timeout(5):
                     while name not in ended:
                         await asyncio.sleep(0.01)

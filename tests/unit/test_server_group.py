@@ -130,10 +130,10 @@ def test_an_engine_sees_all_gpus_that_ray_was_given_and_starts_at_its_own(monkey
     for name in modules:
         monkeypatch.delenv(f"{name}_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(server_group.ray, "get_gpu_ids", lambda: ["6"])
-    assert server_group._device_arguments("cuda") == {"base_gpu_id": 6}
+    assert server_group.device_arguments("cuda") == {"base_gpu_id": 6}
     monkeypatch.setenv(f"{kind}_VISIBLE_DEVICES", "4,5,6,7")
-    assert server_group._device_arguments("cuda") == {"base_gpu_id": 2}
-    assert server_group._device_arguments("cpu") == {}
+    assert server_group.device_arguments("cuda") == {"base_gpu_id": 2}
+    assert server_group.device_arguments("cpu") == {}
 
 
 def test_the_slots_of_an_engine_are_shared_out_over_nodes_evenly_or_not_at_all() -> None:
@@ -146,14 +146,14 @@ def test_the_slots_of_an_engine_are_shared_out_over_nodes_evenly_or_not_at_all()
 
 def test_the_log_of_an_engine_that_was_there_before_does_not_end_the_next_start(tmp_path: Path) -> None:
     engine = FakeEngine(tmp_path / "log")
-    engine._log_path.write_text("Received sigquit from a child process\n")
-    engine._log_begin = engine._log_path.stat().st_size
-    engine._process = Namespace(poll=lambda: None)  # runs
-    engine._check_alive()
-    with engine._log_path.open("a") as log:
+    engine.log_path.write_text("Received sigquit from a child process\n")
+    engine._log_begin = engine.log_path.stat().st_size
+    engine.process = Namespace(poll=lambda: None)  # runs
+    engine.check_alive()
+    with engine.log_path.open("a") as log:
         log.write("Received sigquit from a child process\n")
     with pytest.raises(EngineStartError, match="failed before it was healthy"):
-        engine._check_alive()
+        engine.check_alive()
 
 
 @pytest.mark.parametrize(
@@ -170,12 +170,12 @@ def test_a_start_ends_when_the_ranks_of_another_node_do(
         raise failure
 
     engine = FakeEngine(tmp_path / "log")
-    engine._log_path.touch()
+    engine.log_path.touch()
     engine._others = [Namespace(check=Namespace(remote=lambda: None))]
-    engine._process = Namespace(poll=lambda: None)
+    engine.process = Namespace(poll=lambda: None)
     monkeypatch.setattr(server_group.ray, "get", fail)
     with pytest.raises(EngineStartError, match=message) as caught:
-        engine._check_alive()
+        engine.check_alive()
     assert caught.value.port_taken == is_port_taken
 
 

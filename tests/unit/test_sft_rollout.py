@@ -29,10 +29,10 @@ class OnePromptSource:
 
 @pytest.fixture(autouse=True)
 def letters(monkeypatch):
-    sft_rollout._MaskGenerator.clear_instances()
+    sft_rollout.MaskGenerator.clear_instances()
     monkeypatch.setattr(sft_rollout, "load_tokenizer", lambda name, **kw: LetterTokenizer())
     yield
-    sft_rollout._MaskGenerator.clear_instances()
+    sft_rollout.MaskGenerator.clear_instances()
 
 
 def generate(prompt, **changes):
@@ -66,7 +66,7 @@ def test_what_cannot_be_trained_is_an_error():
 def test_the_chat_family_decides_which_turns_are_trained():
     turns = [*TURNS, {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
     (every,) = generate(turns, rollout_batch_size=1).samples[0]
-    sft_rollout._MaskGenerator.clear_instances()
+    sft_rollout.MaskGenerator.clear_instances()
     (last,) = generate(turns, rollout_batch_size=1, loss_mask_type="distill_qwen").samples[0]
     assert sum(every.loss_mask) == 2 * len("2<|im_end|>\n")
     assert sum(last.loss_mask) == len("4<|im_end|>\n"), "its template drops the reasoning of earlier turns"

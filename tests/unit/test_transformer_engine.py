@@ -129,10 +129,10 @@ def test_what_is_kept_for_8_bit_is_neither_saved_nor_missed() -> None:
     keeper, other = Keeper(2, 2), Keeper(2, 2)
     saved = iterations._weights_of(keeper)
     assert saved.keys() == {"weight", "bias"}
-    iterations._set_weights(other, saved)
+    iterations.set_weights(other, saved)
     assert torch.equal(other.weight, keeper.weight)
     with pytest.raises(RuntimeError, match="bias"):
-        iterations._set_weights(other, {"weight": saved["weight"]})
+        iterations.set_weights(other, {"weight": saved["weight"]})
 
 
 def test_what_layers_keep_with_a_pack_ends_with_the_pass() -> None:

@@ -442,8 +442,8 @@ def test_trainers_that_begin_again_are_of_the_same_run_and_their_versions_are_ot
         second.stdin.write(f"{world.shared}/weight_v000002\n")
         second.stdin.flush()
         assert second.stdout.readline() == "there\n"
-        assert first._dir._file is not None
-        first._dir._file.close()  # the trainers are lost in the sync after the first
+        assert first._dir.file is not None
+        first._dir.file.close()  # the trainers are lost in the sync after the first
         world.weights["layer.1.weight"] += 5
         again = delta_updater(world, engine, connect=False)
         again.weight_version = 1

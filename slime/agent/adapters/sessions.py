@@ -174,7 +174,7 @@ class Sessions:
         """End a session and return its samples; see `BaseAdapter.finish_session`."""
         session = self.store.get(sid) or Session()
         await self.shutdown(sid, wait_timeout=wait_timeout)
-        if (root := self.manager._trees.get(sid)) is not None:
+        if (root := self.manager.trees.get(sid)) is not None:
             await rendering.run(self._measure_drift, [leaf for leaf in root.leaves() if leaf.turn])
         samples = self.manager.get_trajectory(
             sid,

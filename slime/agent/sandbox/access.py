@@ -89,7 +89,7 @@ class GatewayDoor:
         own = self.access.key.encode()
         return bool(given) and all(hmac.compare_digest(key.encode(errors="surrogateescape"), own) for key in given)
 
-    def _target(self, raw_path: str) -> URL | None:
+    def target(self, raw_path: str) -> URL | None:
         """The gateway's address of a path; None for one that could lead elsewhere."""
         path = unquote(raw_path.partition("?")[0]).replace("\\", "/")
         parts = path.split("/")
@@ -108,7 +108,7 @@ class GatewayDoor:
         if not self._has_key(request):
             return _error(401, "authentication_error", "this sandbox may use the key of its own session only")
         assert self._client is not None
-        if (url := self._target(request.raw_path)) is None:
+        if (url := self.target(request.raw_path)) is None:
             return _error(
                 400,
                 "invalid_request_error",

@@ -103,8 +103,8 @@ class LocalSandbox:
         self.limits = {"memory_mb": memory_mb, "disk_mb": disk_mb, "files": disk_mb * 64, "processes": processes}
         self.refused: list[str] = []
         self.killed_for_memory = 0  # How often everything was killed for holding too much memory.
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.control: socket.socket | None = None
         self._door: GatewayDoor | None = None
         self._listeners: dict[int, int | None] = {}  # request -> its socket, None before the answer
         self._pending: dict[int, asyncio.Future[int]] = {}
@@ -114,17 +114,17 @@ class LocalSandbox:
     @property
     def sandbox_id(self) -> str:
         """The process that holds it; empty before it is open."""
-        return f"local-{self._process.pid}" if self._process else ""
+        return f"local-{self.process.pid}" if self.process else ""
 
     async def __aenter__(self) -> Self:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control = ours
+        self.control = ours
         self._ready = asyncio.get_running_loop().create_future()
         async with contextlib.AsyncExitStack() as until_open:
             until_open.push_async_callback(self._end)
             with theirs:
                 ours.send(json.dumps(self._settings()).encode())
-                self._process = _start(theirs.fileno())
+                self.process = _start(theirs.fileno())
             ours.setblocking(False)
             asyncio.get_running_loop().add_reader(ours.fileno(), self._hear)
             try:
@@ -182,8 +182,8 @@ class LocalSandbox:
 
     async def _end(self) -> None:
         """End the sandbox with all its processes, and wait until they are gone."""
-        control, process = self._control, self._process
-        self._control = None
+        control, process = self.control, self.process
+        self.control = None
         if self._door:
             await self._door.close()
             self._door = None
@@ -208,9 +208,9 @@ class LocalSandbox:
 
     def _hear(self) -> None:
         """Take a message of the sandbox's first process."""
-        assert self._control is not None and self._ready is not None
+        assert self.control is not None and self._ready is not None
         try:
-            data, files, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 1)
+            data, files, _, _ = socket.recv_fds(self.control, MESSAGE_BYTES, 1)
         except BlockingIOError:
             return
         except OSError:
@@ -230,12 +230,12 @@ class LocalSandbox:
 
     def _lose(self, why: str) -> None:
         """Give up a sandbox whose first process cannot be talked to any more."""
-        assert self._control is not None and self._ready is not None
-        asyncio.get_running_loop().remove_reader(self._control.fileno())
+        assert self.control is not None and self._ready is not None
+        asyncio.get_running_loop().remove_reader(self.control.fileno())
         with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)
-        self._control.close()
-        self._control = None
+            self.control.shutdown(socket.SHUT_RDWR)
+        self.control.close()
+        self.control = None
         self._fail(f"the sandbox has ended: {why}")
         if not self._ready.done():
             self._ready.set_result({"fatal": f"{why}, while it made the sandbox"})
@@ -264,7 +264,7 @@ class LocalSandbox:
 
     async def _ask(self, files: Sequence[int] = (), **message: Any) -> tuple[int, asyncio.Future[int]]:
         """Send a request; the future gets the exit code."""
-        if self._control is None:
+        if self.control is None:
             raise SandboxError("the sandbox is not open")
         self._requests += 1
         number = self._requests
@@ -275,10 +275,10 @@ class LocalSandbox:
         self._pending[number] = future
 
         async def send() -> bool:
-            if self._control is None:
+            if self.control is None:
                 raise BrokenPipeError("closed meanwhile")
             try:
-                socket.send_fds(self._control, [data], files)
+                socket.send_fds(self.control, [data], files)
             except BlockingIOError:
                 return False
             return True
@@ -350,7 +350,7 @@ class LocalSandbox:
         except TimeoutError:
             raise SandboxTimeout(f"a command of the sandbox took more than {timeout:g} s; its end: {what()}") from None
         finally:
-            if not future.done() and self._control:
+            if not future.done() and self.control:
                 _leave(future)
                 with contextlib.suppress(SandboxError):  # One that has ended runs nothing.
                     _leave((await self._ask(op="kill", job=number))[1])

@@ -234,8 +234,9 @@ class FsdpBackend(MegatronBackend):
             updater=self.updater,
         )
 
-    def _answers(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
-        found = super()._answers(tokens)
+    def answers(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Return the log-probs of all tokens but the first, with adapters and without them (collective)."""
+        found = super().answers(tokens)
         named_parameters(self.state.policy)  # what is gathered is without adapters, and would stay so
         return found
 

@@ -118,7 +118,7 @@ def use_kernels(hf: torch.nn.Module) -> None:
     for file in {sys.modules[type(module).__module__] for module in hf.modules()}:
         names = ("apply_rotary_pos_emb", "rotate_half")
         if all(_is_same(getattr(file, name, None), getattr(llama, name)) for name in names):
-            vars(file)["apply_rotary_pos_emb"] = _rotate_both
+            vars(file)["apply_rotary_pos_emb"] = rotate_both
 
 
 def _is_same(function: Any, known: Any) -> bool:
@@ -145,12 +145,12 @@ def _silu_product(gate: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * linear
 
 
-def _rotate_both(
+def rotate_both(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `apply_rotary_pos_emb` of Llama: q [1, h, t, d], k [1, g, t, d], cos and sin [1, t, d]."""
     if unsqueeze_dim != 1:  # heads come last but one
-        q, k = _rotate_both(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        q, k = rotate_both(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2)
     cos, sin = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
     q, k = (rotate(x[0].transpose(0, 1), cos, sin, False, False).transpose(0, 1)[None] for x in (q, k))

@@ -239,7 +239,7 @@ class MegatronBackend(Backend):
         if self.updater is None:
             raise RuntimeError("update_weights was called before connect_rollout_engines")
         if served_plan(self.args) is not None:
-            self.updater.policies, self.updater.of_trainer = policies, self._answers
+            self.updater.policies, self.updater.of_trainer = policies, self.answers
         try:
             metrics = self.updater.update()
         except WeightSyncError as error:
@@ -247,7 +247,7 @@ class MegatronBackend(Backend):
             metrics = self.updater.update()
         return self.updater.weight_version, metrics
 
-    def _answers(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
+    def answers(self, tokens: Sequence[int]) -> tuple[list[float], list[float]]:
         """The log-probs of all tokens but the first, with adapters and without them (collective)."""
         share: Any = {"tokens": [list(tokens)], "response_lengths": [len(tokens) - 1]}
         share |= {"loss_masks": [[1] * (len(tokens) - 1)], "micro_batch_indices": [[0]]}

@@ -98,10 +98,10 @@ class SGLangEngine(EngineClient):
         super().__init__(rank=rank)
         self._keeps_embeddings = keeps_embeddings
         self._server_kwargs = server_kwargs
-        self._log_path = Path(log_path)
+        self.log_path = Path(log_path)
         self._accelerator = accelerator
         self._num_threads = num_threads
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._log_begin = 0
         self._kills = OutOfMemoryKills()
 
@@ -114,12 +114,12 @@ class SGLangEngine(EngineClient):
 
     def contact(self) -> EngineContact:
         """How others reach this engine, and where its log is."""
-        return EngineContact(self.rank, self.url, str(self._log_path))
+        return EngineContact(self.rank, self.url, str(self.log_path))
 
     @property
     def pid(self) -> int | None:
         """Process id of the server; None when it is not running."""
-        return self._process.pid if self._process is not None and self._process.poll() is None else None
+        return self.process.pid if self.process is not None and self.process.poll() is None else None
 
     def start(self, deadline_s: float) -> str:
         """Start the server and wait until it is healthy.
@@ -137,7 +137,7 @@ class SGLangEngine(EngineClient):
                 f"engine {self.rank} at {self.url} to be healthy",
                 deadline_s,
                 lambda: server_control.is_healthy_sync(self.url) and self.pid is not None,
-                check=self._check_alive,
+                check=self.check_alive,
             )
         except (EngineStartError, WaitTimeout) as error:
             reason = self._reason(self._log_of_this_start())  # of a process that shutdown forgets
@@ -150,19 +150,19 @@ class SGLangEngine(EngineClient):
 
     def _begin(self) -> None:
         """Start the server without waiting for it."""
-        launch_file = self._log_path.with_suffix(".json")
+        launch_file = self.log_path.with_suffix(".json")
         # The key is in the server's environment alone: files and command lines are read by others.
         shown = {name: value for name, value in self._server_kwargs.items() if name != "api_key"}
         key = self._server_kwargs.get("api_key") or os.environ.get(ENGINE_ENV)
         protect(self.url, key)
         write_launch_file(launch_file, accelerator=self._accelerator, server_args=shown)
-        self._log_begin = self._log_path.stat().st_size if self._log_path.exists() else 0
+        self._log_begin = self.log_path.stat().st_size if self.log_path.exists() else 0
         tp_size = self._server_kwargs.get("tp_size", 1)
         self._kills = OutOfMemoryKills()
-        self._process = registry().start(
+        self.process = registry().start(
             [sys.executable, "-m", "slime.backends.sglang_utils.launch_server", str(launch_file)],
             name=f"engine {self.rank}",
-            log_path=self._log_path,
+            log_path=self.log_path,
             env=server_environment(
                 self._accelerator,
                 num_threads=self._num_threads,
@@ -172,8 +172,9 @@ class SGLangEngine(EngineClient):
             | ({ENGINE_ENV: key} if key else {}),
         )
 
-    def _check_alive(self) -> None:
-        code = self._process.poll() if self._process is not None else None
+    def check_alive(self) -> None:
+        """Raise what ended the server; return while it runs."""
+        code = self.process.poll() if self.process is not None else None
         if code is not None:
             raise EngineStartError(f"engine {self.rank} ended ({exit_text(code)}) before it was healthy")
         # SGLang's main process lives on for seconds after its scheduler has failed, to collect diagnostics.
@@ -182,18 +183,18 @@ class SGLangEngine(EngineClient):
 
     def _log_of_this_start(self, *, last: int | None = None) -> str:
         """The log without that of an engine that was in its place before; of that the last so many bytes."""
-        with self._log_path.open("rb") as log:
-            log.seek(0 if last is None else max(0, self._log_path.stat().st_size - last))
+        with self.log_path.open("rb") as log:
+            log.seek(0 if last is None else max(0, self.log_path.stat().st_size - last))
             log.seek(max(log.tell(), self._log_begin))
             return log.read().decode(errors="replace")
 
     def ending(self) -> str | None:
         """Return that its server has ended though nobody has told it to, and why; None while it runs."""
-        code = self._process.poll() if self._process is not None else None
+        code = self.process.poll() if self.process is not None else None
         if code is None:
             return None
         reason = self._reason(self._log_of_this_start())
-        return f"engine {self.rank} has ended ({exit_text(code)}){f': {reason}' if reason else ''} ({self._log_path})"
+        return f"engine {self.rank} has ended ({exit_text(code)}){f': {reason}' if reason else ''} ({self.log_path})"
 
     def _reason(self, text: str) -> str | None:
         """Why its server failed.
@@ -201,7 +202,7 @@ class SGLangEngine(EngineClient):
         Args:
             text: of its log.
         """
-        code = self._process.poll() if self._process is not None else None
+        code = self.process.poll() if self.process is not None else None
         was_killed = killed_for_memory(self._kills) if code == -signal.SIGKILL else None
         known = was_killed or memory_advice(text, self._server_kwargs) or too_few_addresses(text)
         return known or last_error(text) or killed_for_memory(self._kills)
@@ -209,11 +210,11 @@ class SGLangEngine(EngineClient):
     def _start_error(self, error: Exception, reason: str | None) -> EngineStartError:
         text = self._log_of_this_start()
         port_taken = any(sign.lower() in text.lower() for sign in PORT_TAKEN)
-        tail = log_tail(self._log_path, TAIL_LINES)
+        tail = log_tail(self.log_path, TAIL_LINES)
         model = self._server_kwargs["model_path"]
         return EngineStartError(
             f"{error}{f': {reason}' if reason else ''}\n"
-            f"model {model}; the last lines of its log {self._log_path}:\n{tail}",
+            f"model {model}; the last lines of its log {self.log_path}:\n{tail}",
             port_taken,
         )
 
@@ -223,10 +224,10 @@ class SGLangEngine(EngineClient):
 
     def shutdown(self) -> None:
         """End the server and its children; nothing happens when it does not run."""
-        if self._process is not None:
+        if self.process is not None:
             # SGLang's own reaction to SIGTERM waits for requests and, when a child is gone first, sleeps five seconds.
-            registry().end(self._process, grace_s=0.0)
-            self._process = None
+            registry().end(self.process, grace_s=0.0)
+            self.process = None
 
 
 # ---- why an engine did not start, from the lines that SGLang and torch write

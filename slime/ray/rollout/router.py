@@ -77,7 +77,7 @@ class Router:
         self._args = args
         self._log_path = log_path
         self._kind = kind
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._block: PortBlock | None = None
         self._port: int | None = args.sglang_router_port if is_first else None
         self._is_first = is_first
@@ -104,7 +104,7 @@ class Router:
         file = self._log_path.with_suffix(".json")
         file.parent.mkdir(parents=True, exist_ok=True)
         write_private(file, json.dumps(self._values(self._block[1]), indent=2))  # there may be passwords in it
-        self._process = registry().start(
+        self.process = registry().start(
             [sys.executable, "-m", "slime.backends.sglang_utils.launch_router", str(file), self._kind],
             name="router",
             log_path=self._log_path,
@@ -144,7 +144,7 @@ class Router:
         logger.info("the router answers at %s after %.1f s", self.address.url, time.monotonic() - begin)
 
     def _check_alive(self) -> None:
-        code = self._process.poll() if self._process is not None else None
+        code = self.process.poll() if self.process is not None else None
         if code is not None:
             raise RouterStartError(f"the router ended with exit code {code} before it answered")
 
@@ -157,10 +157,10 @@ class Router:
         Args:
             asks: it is to answer, too.
         """
-        code = self._process.poll() if self._process is not None else None
+        code = self.process.poll() if self.process is not None else None
         if code is not None:
             return f"has ended ({exit_text(code)})"
-        if asks and self._process is not None:
+        if asks and self.process is not None:
             try:
                 server_control.list_workers_sync(self.address.url, timeout_s=ANSWER_TIMEOUT_S)
             except server_control.HttpError as error:
@@ -182,9 +182,9 @@ class Router:
 
     def shutdown(self) -> None:
         """End the process, if it is ours."""
-        if self._process is not None:
-            registry().end(self._process, grace_s=0.0)  # told to stop, it waits 180 s for requests to end
-            self._process = None
+        if self.process is not None:
+            registry().end(self.process, grace_s=0.0)  # told to stop, it waits 180 s for requests to end
+            self.process = None
         if self._block is not None:
             self._block.release()
 

@@ -137,7 +137,7 @@ class EngineActor(SGLangEngine):
             EngineStartError: they have ended; quotes the end of their log.
         """
         try:
-            self._check_alive()
+            self.check_alive()
         except EngineStartError as error:
             raise self._start_error(error, self._reason(self._log_of_this_start())) from None
 
@@ -179,7 +179,7 @@ class EngineActor(SGLangEngine):
             meeting=meeting,
         )
         spec = dataclasses.replace(self._spec, encoder_urls=tuple(encoder_urls))
-        device = _device_arguments(self._args.accelerator)
+        device = device_arguments(self._args.accelerator)
         self._server_kwargs = build_server_args(self._args, spec, place) | device
         return place
 
@@ -191,8 +191,9 @@ class EngineActor(SGLangEngine):
         get(joining, f"the other nodes of engine {self.rank}", JOIN_DEADLINE_S)
         self._checked_at = time.monotonic()
 
-    def _check_alive(self) -> None:
-        super()._check_alive()
+    def check_alive(self) -> None:
+        """Raise what ended the engine, by its log; return while it runs."""
+        super().check_alive()
         if not self._others or time.monotonic() < self._checked_at + CHECK_INTERVAL_S:
             return
         self._checked_at = time.monotonic()
@@ -207,7 +208,7 @@ class EngineActor(SGLangEngine):
                 raise EngineStartError(f"node {number} of engine {self.rank} is lost: {error}") from None
 
 
-def _device_arguments(accelerator: str) -> dict[str, Any]:
+def device_arguments(accelerator: str) -> dict[str, Any]:
     """Where the engine's GPUs begin. Ray gives the actor the first; the placement puts the others next to it."""
     if accelerator != "cuda":
         return {}

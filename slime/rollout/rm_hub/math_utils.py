@@ -318,7 +318,7 @@ class _Worker:
     """One child; started on first use and again after a check that it did not survive."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     def is_equal(self, a: str, b: str, limit_s: float) -> bool | None:
         """The child's verdict, or None when it died on the check, or was stopped and then ended."""
@@ -338,26 +338,26 @@ class _Worker:
 
     def end(self) -> None:
         """Kill the child."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(END_S)  # it was killed
-            for stream in (self._process.stdin, self._process.stdout):
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(END_S)  # it was killed
+            for stream in (self.process.stdin, self.process.stdout):
                 if stream is not None:
                     stream.close()
-            self._process = None
+            self.process = None
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            self._process = _start()
+        if self.process is None or self.process.poll() is not None:
+            self.process = _start()
             try:
-                said = _answer_of(self._process, b"", START_S)
+                said = _answer_of(self.process, b"", START_S)
             except _Late:
                 self.end()
                 raise RuntimeError(f"the sympy child was not ready within {START_S:.0f} s and was ended") from None
             if said != "ready":
                 self.end()
                 raise RuntimeError("the sympy child did not start; is sympy installed? (pip install sympy)")
-        return self._process
+        return self.process
 
 
 def _start() -> subprocess.Popen[bytes]:

@@ -67,14 +67,14 @@ _ACTIVE = _Active()
 
 def cuda_is_available() -> bool:
     """Whether torch sees a CUDA device (a name of its own so that tests can replace it)."""
-    if "torch" not in sys.modules and _is_built_without_cuda():
+    if "torch" not in sys.modules and is_built_without_cuda():
         return False
     import torch
 
     return torch.cuda.is_available()
 
 
-def _is_built_without_cuda() -> bool:
+def is_built_without_cuda() -> bool:
     """Whether the installed torch is a build for CPUs."""
     says = _torch_build()
     return bool(says) and says.get("cuda") is None and says.get("hip") is None

@@ -42,14 +42,14 @@ class HiddenText(str):
         return repr(HIDDEN)
 
 
-class _Protected:
+class Protected:
     """host:port of each server -> its key, in this process."""
 
     def __init__(self) -> None:
         self.key_of: dict[str, str] = {}
 
 
-_protected = _Protected()
+PROTECTED = Protected()
 
 
 def make_keys(*, is_wanted: bool, router: str | None = None, engine: str | None = None) -> RunKeys:
@@ -84,9 +84,9 @@ def use_keys(keys: RunKeys | None, environment: MutableMapping[str, str] = os.en
 def protect(url: str, key: str | None) -> None:
     """Add a key to this process's requests to a server from now on; None adds none."""
     if key:
-        _protected.key_of[_server(url)] = key
+        PROTECTED.key_of[_server(url)] = key
     else:
-        _protected.key_of.pop(_server(url), None)
+        PROTECTED.key_of.pop(_server(url), None)
 
 
 def protect_router(url: str) -> None:
@@ -113,12 +113,12 @@ def is_refused(authorization: str | None) -> bool:
 
 def key_of(url: str) -> str | None:
     """The key that requests to this address get."""
-    return _protected.key_of.get(_server(url))
+    return PROTECTED.key_of.get(_server(url))
 
 
 def headers_for(url: str) -> dict[str, str]:
     """The header that a request to this address needs; none where the server is not the run's."""
-    key = key_of(url) if _protected.key_of else None
+    key = key_of(url) if PROTECTED.key_of else None
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

@@ -33,7 +33,7 @@ REJECTION = {"use_rs": True, "rs_lower_bound": 0.7, "rs_upper_bound": 1.4}
 
 @pytest.fixture(autouse=True)
 def no_mean_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mis, "_batch_mean", {})
+    monkeypatch.setattr(mis, "batch_mean", {})
 
 
 def mis_args(**settings):
@@ -163,7 +163,7 @@ def check_mean_over_ranks(megatron_args, settings, expected, rank_of_sample):
     args, (_, columns, _) = mis_args(**settings), make_world(SEED)
     rank = torch.distributed.get_rank()
     measure(args, columns, [i for i, owner in enumerate(rank_of_sample) if owner == rank])
-    assert mis._batch_mean["mean"] == pytest.approx(expected, rel=1e-5)
+    assert mis.batch_mean["mean"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("level", mis.LEVELS)
@@ -176,7 +176,7 @@ def test_normalised_weights_have_mean_one_over_what_is_kept_of_the_batch(level, 
     measure(mis_args(**settings), columns, range(len(MASKS)))
     weights, kept = reference(columns, level=level, mode=mode, rs_level="geometric")
     expected = mean_weight(level, weights, kept)
-    assert mis._batch_mean["mean"] == pytest.approx(expected, rel=1e-5) and abs(expected - 1) > 0.01
+    assert mis.batch_mean["mean"] == pytest.approx(expected, rel=1e-5) and abs(expected - 1) > 0.01
     _, metrics, data = run(mis_args(**settings), logits, columns, tokens)
     losses = rows(lambda w, k, x: w / expected * k * x, weights, kept, token_losses(columns, data))
     assert metrics["pg_loss"] == pytest.approx(mean(losses), rel=1e-5)

@@ -209,7 +209,7 @@ def load_weights(directory: Path, model: Sequence[torch.nn.Module]) -> None:
     with loading(directory):
         loaded = dist_checkpointing.load(_sharded_state(model, None, is_loading=True), str(directory))
     for name, chunk in zip(_chunk_names(model), model, strict=True):
-        _set_weights(chunk, loaded[name])
+        set_weights(chunk, loaded[name])
 
 
 def give_name(partial: Path, root: Path, iteration: int | str, *, replaces: bool) -> None:
@@ -269,7 +269,7 @@ def load_checkpoint(
     with loading(directory):
         loaded = dist_checkpointing.load(state, str(directory))
     for name, chunk in zip(names, model, strict=True):
-        _set_weights(chunk, loaded[name], strict=not (has_fresh_head and chunk is model[-1]))
+        set_weights(chunk, loaded[name], strict=not (has_fresh_head and chunk is model[-1]))
     if "base_checksum" in common:
         check_base(model, common["base_checksum"], directory)
     if with_optimizer:
@@ -356,7 +356,7 @@ def _weights_of(
     return {name: leaf for name, leaf in leaves.items() if name in taken and not name.endswith(EXTRA_STATE)}
 
 
-def _set_weights(chunk: torch.nn.Module, loaded: dict[str, Any], *, strict: bool = True) -> None:
+def set_weights(chunk: torch.nn.Module, loaded: dict[str, Any], *, strict: bool = True) -> None:
     """Give a chunk the weights that `_weights_of` left in a checkpoint."""
     module = unwrap(chunk)
     nothing = dict.fromkeys(name for name in module.state_dict() if name.endswith(EXTRA_STATE))

@@ -161,7 +161,7 @@ def write_release(
 
         def write(part: tuple[int, list[Parameter]]) -> int:
             path = partial / _part_file(part[0])
-            written[path.name] = _write_part(path, part[1], value_of)
+            written[path.name] = write_part(path, part[1], value_of)
             return sum(one.num_bytes for one in part[1])
 
         parts = _parts(parameters)
@@ -213,7 +213,7 @@ class Part:
     entry: Entry
 
 
-def _write_part(path: Path, part: Sequence[Parameter], value_of: Callable[[Parameter], torch.Tensor]) -> Part:
+def write_part(path: Path, part: Sequence[Parameter], value_of: Callable[[Parameter], torch.Tensor]) -> Part:
     """Write one file of weights, and see that it is on the disk."""
     chunks = []
     with path.open("wb") as file:
@@ -224,7 +224,7 @@ def _write_part(path: Path, part: Sequence[Parameter], value_of: Callable[[Param
                 raise UsageError(f"{one.name} was made with shape {list(value.shape)} instead of {list(one.shape)}.")
             for chunk in one.chunks(value):
                 start, shape = stream.tell(), (1,) * chunk.prepend_axis_num + tuple(chunk.data.shape)
-                _save(chunk.data, shape, stream)
+                save_tensor(chunk.data, shape, stream)
                 place = _StorageInfo(path.name, start, stream.tell() - start)
                 chunks.append((chunk.key, chunk.data.dtype, chunk.global_shape, chunk.global_offset, shape, place))
                 chunk.data = None  # Megatron's description outlives this
@@ -250,7 +250,7 @@ class HashedStream:
         return self._file.write(data)
 
 
-def _save(data: torch.Tensor, shape: tuple[int, ...], stream: HashedStream) -> None:
+def save_tensor(data: torch.Tensor, shape: tuple[int, ...], stream: HashedStream) -> None:
     """torch.save of the values at the end of a file."""
     # A view would be written with all that it is a view of.
     whole = data.untyped_storage().nbytes() == data.nbytes and data.is_contiguous()

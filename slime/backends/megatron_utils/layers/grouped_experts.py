@@ -60,7 +60,7 @@ class GroupedExperts(SequentialMLP):
         rows = permuted_local_hidden_states
         offsets = to_device(torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32), rows.device)
         fused = self.config.gradient_accumulation_fusion
-        linear: Callable[..., torch.Tensor] = partial(_GroupedLinear.apply, self._product, counts, offsets, fused)
+        linear: Callable[..., torch.Tensor] = partial(GroupedLinear.apply, self._product, counts, offsets, fused)
         fc1, fc2 = (
             [expert.get_submodule(name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")
         )
@@ -120,7 +120,7 @@ def _activation(config: Any, hidden: torch.Tensor, probs: torch.Tensor | None = 
     return activated
 
 
-class _GroupedLinear(torch.autograd.Function):
+class GroupedLinear(torch.autograd.Function):
     """rows [T, in] of experts, one after the other, times each expert's weight [out, in] transposed -> [T, out].
 
     `product` computes that, `counts` are the rows of each expert, `offsets` [experts] int32 where they end. With

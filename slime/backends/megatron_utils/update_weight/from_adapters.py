@@ -249,13 +249,13 @@ class AdapterUpdater(WeightUpdater):
     def _update(self) -> dict[str, float]:
         metrics = super()._update()
         self._tries = max(0, self._tries - 1)
-        self._by_source(self._see_that_it_is_served)
+        self._by_source(self.see_that_it_is_served)
         sizes = [adapter.shared.data.nbytes for adapter in self._adapters]  # of the next version, too
         self._adapters = []
         self._rooms = [self._making_room.submit(room_in_shared_memory, size) for size in sizes]
         return metrics
 
-    def _see_that_it_is_served(self) -> None:
+    def see_that_it_is_served(self) -> None:
         """Once for connected engines: their answers differ from those of the model without adapters.
 
         Engines that gave their memory up have no cache to generate with yet; what they serve shows in
