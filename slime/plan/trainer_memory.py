@@ -252,31 +252,15 @@ class _Trainer:
         state = weights + gradients + optimizer
         host = 0 if self.is_critic else num_host_copies(self.args) * weights
         host += round(shards * precision.on_host) + self.offloaded(stage)
-        data = _rollout_data(self.batch, self.layout)
-        floor = state + data + (host if self.compute.is_cpu else 0)
         passes = self.passes(stage)
         peaks = {
             "forward/backward": passes.backward,
             "optimizer step": round(shards * precision.step),
             "embedding gradient": (3 if self.holds_both_ends else 1) * self.embedding if stage == 0 else 0,
         }
-        largest = max(peaks, key=lambda name: peaks[name])
-        return StageMemory(
-            stage=stage,
-            params=params,
-            trained_params=trained,
-            weights=weights,
-            gradients=gradients,
-            optimizer=optimizer,
-            state=state,
-            host_copies=host,
-            rollout_data=data,
-            activations=passes.activations,
-            head=passes.head,
-            log_probs_peak=floor + passes.forward_only,
-            train_peak=floor + peaks[largest],
-            peak_is=largest,
-        )
+        sizes = {"params": params, "trained_params": trained, "optimizer": optimizer, "state": state}
+        sizes |= {"weights": weights, "gradients": gradients, "host_copies": host}
+        return self.at_peak(stage, sizes, peaks, passes)
 
     def sharded(self) -> StageMemory:
         """Bytes of the only stage of --train-backend fsdp."""
@@ -289,9 +273,7 @@ class _Trainer:
         group = max(of_layer, min(args.fsdp_min_group_params + of_layer, params - ends))
         keeps = shards == 1 or not args.fsdp_reshard_after_forward
         gathered = round((params if keeps else min(params, ends + 2 * group)) * self.precision.weight)
-        state, data = weights + optimizer, _rollout_data(self.batch, layout)
         host = 0 if self.is_critic else num_host_copies(args) * weights
-        floor = state + data + (host if self.compute.is_cpu else 0)
         kept = gradients if self.batch.micro_batches_per_rank > 1 else 0
         at_end = 0 if args.lora_rank else ends
         peaks = {
@@ -299,22 +281,24 @@ class _Trainer:
             # the reduction's input and output in fp32, beside what is gathered
             "embedding gradient": gradients + at_end * (self.precision.weight + 4 + 4 // shards),
         }
+        sizes = {"params": params, "trained_params": trained, "optimizer": optimizer, "state": weights + optimizer}
+        sizes |= {"weights": weights, "gradients": gradients, "host_copies": host}
+        return self.at_peak(0, sizes, peaks, replace(passes, forward_only=gathered + passes.forward_only))
+
+    def at_peak(self, stage: int, sizes: dict[str, int], peaks: dict[str, int], passes: _Passes) -> StageMemory:
+        """A stage of these sizes, where the largest of `peaks` comes on top of what stays during training."""
+        data = _rollout_data(self.batch, self.layout)
+        floor = sizes["state"] + data + (sizes["host_copies"] if self.compute.is_cpu else 0)
         largest = max(peaks, key=lambda name: peaks[name])
         return StageMemory(
-            stage=0,
-            params=params,
-            trained_params=trained,
-            weights=weights,
-            gradients=gradients,
-            optimizer=optimizer,
-            state=state,
-            host_copies=host,
+            stage,
             rollout_data=data,
             activations=passes.activations,
             head=passes.head,
-            log_probs_peak=floor + gathered + passes.forward_only,
+            log_probs_peak=floor + passes.forward_only,
             train_peak=floor + peaks[largest],
             peak_is=largest,
+            **sizes,
         )
 
     @property

@@ -128,12 +128,9 @@ def check_train_data(args: Args, *, reads_reward: bool) -> Iterator[str]:
     Args:
         reads_reward: rewards come from `rm_type` (see generation.uses_builtin_reward).
     """
-    for source in () if args.eval_only else args.prompt_sources:
-        facts = _facts_of(args, source)
+    for source, facts, lacks_reward in _read(args, () if args.eval_only else args.prompt_sources, reads_reward):
         yield from (f"{source.where}: {message}" for message in facts.problems)
-        names_reward = args.rm_type or source.names_reward or facts.first_row_names_reward
-        scores_itself = source.custom_rm_path or source.custom_generate_function_path or not reads_reward
-        if not (facts.problems or names_reward or scores_itself):
+        if lacks_reward:
             where = f"{source.where}: " if source.is_named else ""
             rows = "(or metadata with an rm_type in every data row)"
             yield f"{where}no reward is given: use --rm-type or --custom-rm-path {rows}."
@@ -165,18 +162,20 @@ SMALL_DATA_NOTE = Rule(
 
 
 def check_eval_data(args: Args, *, reads_reward: bool) -> Iterator[str]:
-    """Every evaluation file can be read to its end, and its answers are graded.
+    """Every evaluation file can be read to its end, and its answers are graded; `reads_reward` as above."""
+    for dataset, facts, lacks_reward in _read(args, args.eval_datasets, reads_reward):
+        yield from (f"{dataset.where}: {message}" for message in facts.problems)
+        if lacks_reward:
+            yield f"{dataset.where}: no reward is given: use --rm-type, --custom-rm-path, or rm_type in --eval-config."
 
-    Args:
-        reads_reward: rewards come from `rm_type` where a data set says nothing else.
-    """
-    for dataset in args.eval_datasets:
-        where, facts = dataset.where, _facts_of(args, dataset)
-        yield from (f"{where}: {message}" for message in facts.problems)
-        names_reward = args.rm_type or dataset.names_reward
-        scores_itself = dataset.custom_rm_path or dataset.custom_generate_function_path or not reads_reward
-        if not (facts.problems or names_reward or scores_itself or facts.first_row_names_reward):
-            yield f"{where}: no reward is given: use --rm-type, --custom-rm-path, or rm_type in --eval-config."
+
+def _read(args: Args, sources: Iterable[Any], reads_reward: bool) -> Iterator[tuple[Any, DataFacts, bool]]:
+    """Each data set, what reading it found, and whether nothing grades its answers."""
+    for source in sources:
+        facts = _facts_of(args, source)
+        names_reward = args.rm_type or source.names_reward or facts.first_row_names_reward
+        scores_itself = source.custom_rm_path or source.custom_generate_function_path or not reads_reward
+        yield source, facts, not (facts.problems or names_reward or scores_itself)
 
 
 @dataclass(frozen=True)
