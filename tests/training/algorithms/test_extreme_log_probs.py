@@ -20,7 +20,7 @@ from slime.algorithms.estimators import ESTIMATORS
 from slime.algorithms.losses import KL_LOSS_TYPES, compute_approx_kl, compute_policy_loss
 from slime.config.flags.train import AlgorithmFlags
 from tests.training.algorithms.loss_world import LENGTHS, MASKS, MAX_RESPONSE, make_args, make_world, run
-from tests.training.algorithms.test_critic import value_loss
+from tests.training.algorithms.test_value_loss import value_loss
 
 AGGREGATIONS = next(f for f in dataclasses.fields(AlgorithmFlags) if f.name == "loss_agg_mode").metadata["choices"]
 TIS = {"use_tis": True, "tis_clip_low": 0.5}
