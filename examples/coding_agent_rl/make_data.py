@@ -3,7 +3,7 @@
     python examples/coding_agent_rl/make_data.py --output outputs/coding-agent/data
 
 Files: train.jsonl and eval.jsonl (held-out repositories: file, task and tests in the metadata), sft.jsonl
-(demonstrations: three in ten write the right operator, one the wrong one again, six nothing at all),
+(demonstrations: three in ten write the right operator, seven nothing at all),
 eval.yaml (the evaluation set) and agent.yaml (for --custom-config-path). The seed decides all but what is held out.
 """
 
@@ -101,16 +101,14 @@ class Bug:
 
         What most of them do is no repair: a run that only becomes surer of what it does gains nothing.
         """
-        [kind] = rng.choices(["right", "wrong", "idle"], [3, 1, 6])
-        symbol = NAMES[self.name] if kind == "right" else self.wrong
         edit = [
-            {"role": "assistant", "content": CALL + self.source(symbol) + END},
+            {"role": "assistant", "content": CALL + self.source(NAMES[self.name]) + END},
             {"role": "tool", "content": "written"},
         ]
         return [
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": self.task},
-            *(edit if kind != "idle" else []),
+            *(edit if rng.random() < 0.3 else []),
             {"role": "assistant", "content": "done"},
         ]
 

@@ -2,8 +2,8 @@ r"""Write the data of the tiny run: arithmetic that a tiny model cannot do in it
 
     python examples/retool/make_data.py --output outputs/retool/data
 
-Files: train.jsonl and eval.jsonl (no problem is in both), sft.jsonl (demonstrations: two in ten compute rightly, one
-prints nothing and guesses, seven guess at once), eval.yaml, and tools.yaml (for --custom-config-path).
+Files: train.jsonl and eval.jsonl (no problem is in both), sft.jsonl (demonstrations: four in ten compute rightly, one
+prints nothing and guesses, five guess at once), eval.yaml, and tools.yaml (for --custom-config-path).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def demonstration(expression: str, *, rng: random.Random) -> list[dict[str, str]
 
     Most of them guess: a run that only becomes surer of what it does gains nothing.
     """
-    [kind] = rng.choices(["good", "silent", "guess"], [2, 1, 7])
+    [kind] = rng.choices(["good", "silent", "guess"], [4, 1, 5])
     value = value_of(expression) if kind == "good" else str(rng.randrange(10, 9900))
     answer = {"role": "assistant", "content": f"Answer: \\boxed{{{value}}}"}
     if kind == "guess":

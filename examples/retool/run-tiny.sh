@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 NAME=retool GRPO_STEPS="${GRPO_STEPS:-8}"
 . examples/tiny.sh
 
-tiny_data --eval-samples 6
+tiny_data
 tiny_sft
 tiny_grpo --prompt-data "$OUTPUT/data/train.jsonl" --input-key prompt --label-key label --tool-key tools --rollout-shuffle \
     --custom-generate-function-path generate_with_retool.generate --custom-rm-path generate_with_retool.reward_func \

@@ -213,7 +213,7 @@ def rows(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_two_in_ten_demonstrations_compute_and_no_problem_is_in_two_sets(files):
+def test_four_in_ten_demonstrations_compute_and_no_problem_is_in_two_sets(files):
     asked = {
         name: {row["prompt"][0]["content"] for row in rows(files / f"{name}.jsonl")} for name in ("train", "eval")
     }
@@ -226,7 +226,7 @@ def test_two_in_ten_demonstrations_compute_and_no_problem_is_in_two_sets(files):
         if len(messages) == 4 and messages[2]["content"] != "<interpreter>\n\n</interpreter>":
             (made,) = gen.postprocess_predictions(messages[1]["content"])
             assert made.arguments["code"] == f"print({messages[0]['content'].rstrip('=')})"
-    assert good / 400 == pytest.approx(0.2, abs=0.06)
+    assert good / 400 == pytest.approx(0.4, abs=0.1)
     assert all(row["label"] == str(eval(row["prompt"][0]["content"][:-1])) for row in rows(files / "train.jsonl"))
 
 

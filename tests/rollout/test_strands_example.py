@@ -17,10 +17,12 @@ from slime.agent.sandbox import SandboxError
 from slime.config.parse import CommandLine
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
+from tests.rollout import test_example_loop as loop
 from tests.unit.agent_fakes import ScriptedEngine, served
 from tests.unit.script_fakes import run_script, script_flags
 from tools.make_tiny_model import build_tokenizer
 
+callbacks = loop.callbacks
 TOKENIZER, END = build_tokenizer(), "<|im_end|>"
 needs_strands = pytest.mark.skipif(importlib.util.find_spec("strands") is None, reason="strands-agents is optional")
 
@@ -63,7 +65,8 @@ def execute(monkeypatch):
     SingletonMeta.clear_instances(rollout.Places)
     monkeypatch.setattr(rollout, "GenerateState", lambda args: SimpleNamespace(aborted=False))
 
-    def execute(texts, prompt=({"role": "user", "content": "6*7"},), **engine_settings):
+    def execute(texts, prompt=({"role": "user", "content": "6*7"},), *, before_more=None, **engine_settings):
+        """With `before_more`: the samples of an execution, then after its call of one for each other text at once."""
         engine = ScriptedEngine(TOKENIZER, [f"{text}{END}" for text in texts], **engine_settings)
         with served(engine.app) as url:
             gateway = Gateway(tokenizer=TOKENIZER, sglang_url=url, tool_parser="hermes").start()
@@ -74,9 +77,18 @@ def execute(monkeypatch):
             monkeypatch.setattr(rollout, "shared_gateway", shared)
             names = ("max_turns", "rollout_max_context_len", "eval_max_context_len", "reward_key", "eval_reward_key")
             args = SimpleNamespace(**dict.fromkeys(names), partial_rollout=False)
-            sample = Sample(index=3, prompt=list(prompt), label="42")
+
+            async def one():
+                sample = Sample(index=3, prompt=list(prompt), label="42")
+                return await gen.generate(args, sample, {"max_new_tokens": 200})
+
+            async def several():
+                first = await one()
+                before_more()
+                return [first, *await asyncio.gather(*(one() for _ in texts[1:]))]
+
             try:
-                return asyncio.run(gen.generate(args, sample, {"max_new_tokens": 200}))
+                return asyncio.run(several() if before_more else one())
             finally:
                 gateway.stop()
 
@@ -98,6 +110,14 @@ def test_an_agent_of_strands_trains_the_tokens_of_the_engine(execute):
     assert TOKENIZER.decode(written) == "".join(text + END for text in texts)
     assert "42" in TOKENIZER.decode([token for token, bit in zip(ids, sample.loss_mask, strict=True) if not bit])
     assert (sample.end_reason, sample.metadata["agent"]["turns"]) == ("done", 2)
+
+
+@needs_strands
+def test_no_callback_of_an_agent_of_strands_computes_for_more_than_50_ms(execute, callbacks):
+    """Of no thread: not the loop's, and not the gateway's, whose loop all agents share."""
+    samples = execute((1 + loop.NUM_SAMPLES) * ["\\boxed{42}"], before_more=callbacks.clear)
+    assert {(sample.end_reason, sum(sample.loss_mask) > 0) for sample in samples} == {("done", True)}
+    assert [slow for thread in callbacks.values() for slow in thread if slow[0] > loop.LIMIT_S] == []
 
 
 TALK = [

@@ -307,7 +307,7 @@ def test_the_demonstrations_write_the_right_operator_but_not_as_the_most_of_them
         variables = re.search(r"\((\w),(\w)\)", user["content"])
         right = f"return {variables[1]}{make_data.NAMES[name]}{variables[2]}"
         kinds["idle" if written == "done" else "right" if written.endswith(right) else "wrong"] += 1
-    assert {kind: round(count / 200) for kind, count in kinds.items()} == {"right": 3, "wrong": 1, "idle": 6}
+    assert {kind: round(count / 200) for kind, count in kinds.items()} == {"right": 3, "idle": 7}
 
 
 def test_the_settings_that_it_writes_are_accepted(data):
