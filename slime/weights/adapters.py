@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 BASE = "slime-base"
@@ -22,12 +22,15 @@ PEFT_PREFIX = "base_model.model."
 _IGNORED = ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Of init_lora_weights: PEFT takes B A, as it begins, off the base's weights when it loads such an adapter."""
-FUSED_IN_ENGINES = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
-"""Projections of which SGLang makes one weight, where a model has them."""
+FUSED_IN_ENGINES = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+"""SGLang's name of a weight that it makes of several projections -> these, where a model has them."""
+_FUSED_AS = {part: fused for fused, parts in FUSED_IN_ENGINES.items() for part in parts}
+STACKED = "slime_stacked"
+"""In the configuration that tensors of an adapter come with: projections that engines fuse come as one (`stacks_of`)."""
 
 
 def adapter_name(version: int, policy: str | None = None) -> str:
@@ -110,11 +113,36 @@ def _check_complete(module: str, halves: set[str], modules: Mapping[str, Any], b
     if halves != {"A", "B"}:
         raise ValueError(f"{module} has lora_{min(halves)} alone")
     block, _, leaf = module.rpartition(".")
-    for names in FUSED_IN_ENGINES:
+    for names in FUSED_IN_ENGINES.values():
         paths = [f"{block}.{name}" for name in names]
         missing = [path.rpartition(".")[2] for path in paths if f"{path}.weight" in base and path not in modules]
         if leaf in names and missing:
             raise ValueError(f"{module} comes without {', '.join(missing)}, of which the engine makes one weight")
+
+
+def stacks_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """The tensors that an engine keeps: its name of each -> PEFT's names of those whose rows it has, in order.
+
+    >>> stacks_of(["mlp.up_proj.lora_A.weight", "mlp.down_proj.lora_A.weight", "mlp.gate_proj.lora_A.weight"])
+    {'mlp.gate_up_proj.lora_A.weight': ['mlp.gate_proj.lora_A.weight', 'mlp.up_proj.lora_A.weight'],
+     'mlp.down_proj.lora_A.weight': ['mlp.down_proj.lora_A.weight']}
+    """
+    there, found = dict.fromkeys(names), dict[str, list[str]]()
+    for name in there:
+        module, _, half = name.rpartition(".lora_")
+        block, _, leaf = module.rpartition(".")
+        fused = _FUSED_AS.get(leaf)
+        parts = [f"{block}.{part}.lora_{half}" for part in FUSED_IN_ENGINES[fused]] if fused else []
+        if parts and all(part in there for part in parts):
+            found[f"{block}.{fused}.lora_{half}"] = parts
+        else:
+            found[name] = [name]
+    return found
+
+
+def is_stack(name: str) -> bool:
+    """Whether an engine's name of a tensor is that of a fused weight."""
+    return any(f".{fused}.lora_" in name for fused in FUSED_IN_ENGINES)
 
 
 def scale_of(config: Mapping[str, Any]) -> float:

@@ -24,7 +24,7 @@ from slime.config.roles import parse_megatron_role_args
 from slime.training.micro_batches import needs_old_log_probs
 from slime.utils.errors import UsageError
 from slime.utils.misc import needed
-from slime.weights.adapters import BASE
+from slime.weights.adapters import BASE, STACKED, stacks_of
 from tests.unit.argument_lines import Check, check, command_line
 from tests.unit.megatron_fakes import make_hf_model
 from tools.convert_torch_dist_to_hf import saved_shape
@@ -254,6 +254,49 @@ def test_an_adapter_lies_in_shared_memory_as_it_was() -> None:
         assert (name, shape, dtype) == (own_name, tensor.shape, tensor.dtype)
         assert shared.tensors[name].equal(tensor)
         assert shared.data[start : start + tensor.nbytes].view(dtype).view(shape).equal(tensor)
+
+
+PROJECTIONS = {"self_attn": ["q_proj", "k_proj", "v_proj", "o_proj"], "mlp.experts.1": ["up_proj", "gate_proj"]}
+
+
+def test_an_engine_keeps_stacks_as_they_lie_and_as_sglang_would_make_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_standins.install()
+    from sglang.srt.lora.lora import LoRAAdapter
+    from sglang.srt.lora.lora_config import LoRAConfig
+
+    names = [f"base_model.model.model.layers.1.{at}.{leaf}" for at, leaves in PROJECTIONS.items() for leaf in leaves]
+    halves = {"A": (4, 6), "B": (8, 4)}
+    drawn = {f"{name}.lora_{half}.weight": torch.randn(shape) for name in names for half, shape in halves.items()}
+    shared = in_shared_memory(drawn)
+    [body], _ = adapter_tensors_of(shared, {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0}, [1], with_checksums=True)
+    sent = {
+        name: shared.data[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        for name, shape, dtype, start in shared.places
+    }
+    assert sorted(body["expected_checksums"]) == sorted(sent), "a checksum of each that is sent"
+
+    def loaded(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+        config = config | {"target_modules": "all-linear"}
+        of_model = SimpleNamespace(num_hidden_layers=2)
+        adapter = LoRAAdapter("one", LoRAConfig.from_dict(config, None, base_vocab_size=9), of_model, None, None)
+        adapter.initialize_weights_from_tensors(tensors)
+        return adapter.layers[1].weights
+
+    theirs = loaded(drawn, {**body["config_dict"], STACKED: False})
+    monkeypatch.setattr(LoRAAdapter, "initialize_weights_from_tensors", LoRAAdapter.initialize_weights_from_tensors)
+    engine_patches._take_stacks()
+    ours = loaded(sent, body["config_dict"])
+    assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in ours} == {"qkv_proj", "o_proj", "gate_up_proj"}
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in theirs)
+    own = shared.data.untyped_storage().data_ptr()
+    assert all(tensor.untyped_storage().data_ptr() == own for tensor in ours.values()), "nothing was copied"
+    again = loaded(drawn, {**body["config_dict"], STACKED: False})
+    assert all(again[name].equal(theirs[name]) for name in theirs), "adapters of other people load as before"
+
+
+def test_a_projection_without_its_fellows_is_no_stack() -> None:
+    names = ["a.q_proj.lora_A.weight", "a.kv_a_proj_with_mqa.lora_A.weight", "a.o_proj.lora_A.weight"]
+    assert stacks_of(names) == {name: [name] for name in names}
 
 
 def test_an_adapter_on_the_host_travels_where_sglang_writes_tensors_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

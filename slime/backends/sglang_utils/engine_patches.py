@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.utils.http.network import out_of_reach
-from slime.weights.adapters import BASE, live_name, policy_of, version_of
+from slime.weights.adapters import BASE, STACKED, is_stack, live_name, policy_of, version_of
 from slime.weights.names import read_header
 
 PROBE = "probe"
@@ -221,6 +221,7 @@ def serve_live_adapter() -> None:
     for method in ("load_lora_adapter", "load_lora_adapter_from_tensors"):
         setattr(Manager, method, live.noting(getattr(Manager, method)))
     _refuse_wrong_checksums()
+    _take_stacks()
 
 
 def _counting_all(resolve: Callable[..., Any]) -> Callable[..., Any]:
@@ -346,3 +347,22 @@ def _refuse_wrong_checksums() -> None:
             return LoRAUpdateOutput(success=False, error_message=str(error), loaded_adapters={})
 
     BaseTpWorker.load_lora_adapter_from_tensors = load_or_refuse
+
+
+def _take_stacks() -> None:
+    """Keep tensors that come as SGLang would stack them (`STACKED`): views of memory that the trainer has filled.
+
+    SGLang itself copies two thirds of an adapter to stack them, and repeats the A of one that comes with fused names.
+    """
+    from sglang.srt.layers.utils import get_layer_id
+    from sglang.srt.lora.lora import LoRAAdapter
+
+    load = LoRAAdapter.initialize_weights_from_tensors
+
+    def load_unstacked(adapter: Any, tensors: dict[str, Any]) -> None:
+        stacks = {name for name in tensors if adapter.config.hf_config.get(STACKED) and is_stack(name)}
+        load(adapter, {name: tensor for name, tensor in tensors.items() if name not in stacks})
+        for name in stacks:
+            adapter.layers[get_layer_id(name)].weights[name] = tensors[name]
+
+    LoRAAdapter.initialize_weights_from_tensors = load_unstacked

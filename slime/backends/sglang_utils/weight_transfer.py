@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContact
 from slime.backends.sglang_utils.weight_samples import agrees, on_host, sample
+from slime.weights.adapters import STACKED, stacks_of
 
 __all__ = [
     "EXPECTED",
     "NUM_BYTES",
     "DirectEngine",
     "EngineContact",
+    "SharedRoom",
     "SharedTensors",
     "adapter_tensors_of",
     "agrees",
@@ -114,8 +116,8 @@ class SharedTensors(NamedTuple):
 
     Attributes:
         data: uint8 [num_bytes], the memory; new for each adapter.
-        places: what lies where.
-        tensors: views of it.
+        places: what lies where, for engines: those that they fuse are one.
+        tensors: views of it, by PEFT's names.
     """
 
     data: torch.Tensor
@@ -123,36 +125,66 @@ class SharedTensors(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
-def room_in_shared_memory(num_bytes: int) -> torch.Tensor:
-    """Shared memory, uint8 [num_bytes], with all its pages: getting them takes longer than a copy (any thread)."""
-    import torch
+class SharedRoom:
+    """Shared memory with all its pages: getting them takes longer than a copy. Any thread may make and close it.
 
-    storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)  # named by a file, also with CUDA
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (num_bytes,), (1,)).zero_()
+    A GPU writes it at the speed of its link until it is closed, which has to be before the memory goes: this object
+    holds it until then.
+
+    Attributes:
+        data: uint8 [num_bytes].
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        import torch
+
+        self._is_pinned = False
+        storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)  # named by a file, also with CUDA
+        self.data = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (num_bytes,), (1,)).zero_()
+        if torch.cuda.is_available():
+            self._is_pinned = int(torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), num_bytes, 0)) == 0
+
+    def close(self) -> None:
+        """Leave the memory to those who share it."""
+        if self._is_pinned:
+            import torch
+
+            self._is_pinned = False
+            torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())
+
+    __del__ = close
 
 
-def in_shared_memory(tensors: Mapping[str, torch.Tensor], room: torch.Tensor | None = None) -> SharedTensors:
-    """Copy tensors of one type to shared memory; from a GPU all at once, and without a copy in between.
+def in_shared_memory(tensors: Mapping[str, torch.Tensor], room: SharedRoom | None = None) -> SharedTensors:
+    """Copy an adapter's tensors of one type to shared memory; from a GPU all at once, and without a copy in between.
 
     Args:
-        tensors: by name.
-        room: of `room_in_shared_memory`, which nobody has used yet; taken where it has their size.
+        tensors: by PEFT's names.
+        room: which nobody has used yet; taken where it has their size.
     """
     _prepare()
     import torch
 
-    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values()]
+    stacks = stacks_of(tensors)
+    order = [name for names in stacks.values() for name in names]
+    flat = [tensors[name].detach().contiguous().reshape(-1).view(torch.uint8) for name in order]
     starts = [0, *itertools.accumulate(part.numel() for part in flat)]
-    data = room if room is not None and room.numel() == starts[-1] else room_in_shared_memory(starts[-1])
+    if room is None or room.data.numel() != starts[-1]:
+        room = SharedRoom(starts[-1])
+    data = room.data
     if flat[0].device == data.device:
         torch.cat(flat, out=data)
     else:
         data.copy_(torch.cat(flat))
-    named = list(zip(tensors.items(), starts, strict=False))
-    places = tuple((name, tensor.shape, tensor.dtype, start) for (name, tensor), start in named)
-    parts = (data[start : start + tensor.nbytes] for (_, tensor), start in named)
-    views = {name: part.view(dtype).view(shape) for (name, shape, dtype, _), part in zip(places, parts, strict=True)}
-    return SharedTensors(data, places, views)
+    begins, views = dict(zip(order, starts, strict=False)), {}
+    for name, start in begins.items():
+        tensor = tensors[name]
+        views[name] = data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    places = []
+    for engines_name, names in stacks.items():
+        first, rows = tensors[names[0]], sum(len(tensors[name]) for name in names)
+        places.append((engines_name, torch.Size((rows, *first.shape[1:])), first.dtype, begins[names[0]]))
+    return SharedTensors(data, tuple(places), views)
 
 
 @contextmanager
@@ -174,7 +206,7 @@ def adapter_tensors_of(
     """A LoRA adapter in shared memory, as `EngineClient.load_adapter` takes it.
 
     Args:
-        shared: PEFT's names -> whole tensors; each rank of an engine takes its share of them.
+        shared: whole tensors; each rank of an engine takes its share of them.
         config: what SGLang reads of adapter_config.json.
         sizes: ranks of each engine.
         with_checksums: the engines compare a checksum of every tensor; that takes a second for a gigabyte.
@@ -182,15 +214,16 @@ def adapter_tensors_of(
     Returns:
         (what each engine gets, something to keep until all have answered).
     """
-    import torch
-
     with _sharing_by_name():
         handles, kept = serialize_flat(shared.data, shared.places, sum(sizes))
     left = iter(handles)
-    common: dict[str, Any] = {"config_dict": dict(config), "load_format": "flattened_bucket"}
+    common: dict[str, Any] = {"config_dict": {**config, STACKED: True}, "load_format": "flattened_bucket"}
     if with_checksums:
-        parts = {name: tensor.reshape(-1).view(torch.uint8).numpy() for name, tensor in shared.tensors.items()}
-        common["expected_checksums"] = {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()}
+        spans = {
+            name: shared.data[start : start + shape.numel() * dtype.itemsize]
+            for name, shape, dtype, start in shared.places
+        }
+        common["expected_checksums"] = {name: hashlib.sha256(span.numpy()).hexdigest() for name, span in spans.items()}
     return [common | {"serialized_named_tensors": list(itertools.islice(left, size))} for size in sizes], kept
 
 

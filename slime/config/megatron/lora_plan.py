@@ -173,7 +173,7 @@ def _check_targets(args: Args) -> Iterator[str]:
             if value not in (*names, *more[flag]):
                 yield f"{flag} {value}: the model has no such projection; it has {', '.join(names) or 'none'}."
     taken = [name for name in names if (name in given or ALL_LINEAR in given) and name not in excluded]
-    fused = FUSED_IN_ENGINES if args.lora_serve == ADAPTER else ()
+    fused = FUSED_IN_ENGINES.values() if args.lora_serve == ADAPTER else ()
     for parts in dict.fromkeys([*known.values(), *fused]):
         there = [name for name in parts if name in names]
         missing = [name for name in there if name not in taken]

@@ -36,10 +36,10 @@ from slime.backends.megatron_utils.update_weight.buckets import Bucket, check_ve
 from slime.backends.megatron_utils.update_weight.engines import contact_of
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather, iter_hf_buckets
 from slime.backends.sglang_utils.weight_transfer import (
+    SharedRoom,
     SharedTensors,
     adapter_tensors_of,
     in_shared_memory,
-    room_in_shared_memory,
 )
 from slime.config.args import Args
 from slime.config.lora_policies import LoraPolicy
@@ -114,7 +114,7 @@ class AdapterUpdater(WeightUpdater):
         self._readers: list[int] = []
         self._base: dict[str, tuple[int, ...]] = {}
         self._adapters: list[_Adapter] = []
-        self._rooms: list[Future[torch.Tensor]] = []
+        self._rooms: list[Future[SharedRoom]] = []
         self._making_room = ThreadPoolExecutor(1, thread_name_prefix="room for adapters")
         self._is_new = self._is_unseen = True
         self._pack_s = 0.0
@@ -175,6 +175,8 @@ class AdapterUpdater(WeightUpdater):
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         room = self._rooms.pop(0).result(ROOM_DEADLINE_S) if self._rooms else None
         self._adapters.append(_Adapter(policy, config, tensors, in_shared_memory(tensors, room), answers))
+        if room:
+            self._making_room.submit(room.close)
         if self._readers:
             self._write(self._adapters[-1])
 
@@ -252,7 +254,7 @@ class AdapterUpdater(WeightUpdater):
         self._by_source(self.see_that_it_is_served)
         sizes = [adapter.shared.data.nbytes for adapter in self._adapters]  # of the next version, too
         self._adapters = []
-        self._rooms = [self._making_room.submit(room_in_shared_memory, size) for size in sizes]
+        self._rooms = [self._making_room.submit(SharedRoom, size) for size in sizes]
         return metrics
 
     def see_that_it_is_served(self) -> None:
