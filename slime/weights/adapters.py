@@ -30,7 +30,7 @@ FUSED_IN_ENGINES = {
 """SGLang's name of a weight that it makes of several projections -> these, where a model has them."""
 _FUSED_AS = {part: fused for fused, parts in FUSED_IN_ENGINES.items() for part in parts}
 STACKED = "slime_stacked"
-"""In the configuration that tensors of an adapter come with: projections that engines fuse come as one (`stacks_of`)."""
+"""In the configuration that an adapter's tensors come with: what engines fuse comes as one (`stacks_of`)."""
 
 
 def adapter_name(version: int, policy: str | None = None) -> str:

@@ -55,8 +55,8 @@ REFUSED = {
     "--lora-rank 0": "--lora-rank 0",
     "--lora-rank 8 --lora-alpha 0": "--lora-alpha 0: adapters are multiplied by alpha / rank, so it must be above 0",
     "--lora-rank 8 --lora-alpha -4": "--lora-alpha -4: adapters",
-    "--lora-rank 8 --lora-target-modules lm_head": "--lora-target-modules lm_head: the model has no such projection; "
-    "it has q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.",
+    "--lora-rank 8 --lora-target-modules lm_head": "--lora-target-modules lm_head: adapters are built for "
+    "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.",
     "--lora-rank 8 --lora-exclude-modules router": "--lora-exclude-modules router: the model has no such",
     "--lora-rank 8 --lora-exclude-modules k_proj": "--lora-exclude-modules k_proj lacks k_proj: q_proj, k_proj",
     "--lora-rank 8 --lora-exclude-modules q_proj k_proj v_proj o_proj gate_proj up_proj down_proj": "leaves no",
@@ -76,6 +76,10 @@ REFUSED = {
     "--lora-rank 8 --sglang-max-loras-per-batch 1": "takes one of these places; give 2 or more",
     "--lora-rank 8 --sglang-lora-target-modules q_proj": "the run gives them, as of --lora-target-modules",
     "--lora-rank 8 --sglang-quantization fp8": "--sglang-quantization fp8 does not go with --lora-serve adapter",
+    "--lora-rank 8 --lora-target-modules foo": "--lora-target-modules foo: the model has no such projection; it has q",
+    "--lora-rank 8 --sglang-max-loaded-loras 1": "--sglang-max-loaded-loras 1 does not go with --lora-serve adapter",
+    "--lora-rank 8 --sglang-enable-lora-overlap-loading": "--sglang-enable-lora-overlap-loading True does not go with",
+    "--lora-rank 8 --sglang-experts-shared-outer-loras": "each expert of the trainer has an A and a B of its own",
     "--lora-rank 8 --sglang-pp-size 2 --rollout-num-gpus-per-engine 2": "--sglang-pp-size 2 does not go with --lora",
     "--lora-rank 8 --sglang-tokenizer-worker-num 2": "one process of an engine has to know which version is served",
     "--lora-rank 8 --prefill-num-servers 1 --rollout-num-gpus 2": "which could serve two versions",
@@ -284,7 +288,7 @@ def test_an_engine_keeps_stacks_as_they_lie_and_as_sglang_would_make_them(monkey
 
     theirs = loaded(drawn, {**body["config_dict"], STACKED: False})
     monkeypatch.setattr(LoRAAdapter, "initialize_weights_from_tensors", LoRAAdapter.initialize_weights_from_tensors)
-    engine_patches._take_stacks()
+    engine_patches.take_stacks()
     ours = loaded(sent, body["config_dict"])
     assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in ours} == {"qkv_proj", "o_proj", "gate_up_proj"}
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in theirs)

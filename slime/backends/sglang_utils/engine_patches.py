@@ -221,7 +221,6 @@ def serve_live_adapter() -> None:
     for method in ("load_lora_adapter", "load_lora_adapter_from_tensors"):
         setattr(Manager, method, live.noting(getattr(Manager, method)))
     _refuse_wrong_checksums()
-    _take_stacks()
 
 
 def _counting_all(resolve: Callable[..., Any]) -> Callable[..., Any]:
@@ -349,7 +348,7 @@ def _refuse_wrong_checksums() -> None:
     BaseTpWorker.load_lora_adapter_from_tensors = load_or_refuse
 
 
-def _take_stacks() -> None:
+def take_stacks() -> None:
     """Keep tensors that come as SGLang would stack them (`STACKED`): views of memory that the trainer has filled.
 
     SGLang itself copies two thirds of an adapter to stack them, and repeats the A of one that comes with fused names.

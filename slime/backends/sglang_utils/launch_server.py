@@ -82,6 +82,7 @@ def prepare(launch: dict[str, Any]) -> None:
         engine_patches.return_routed_experts()
     if launch["server_args"].get("enable_lora"):
         engine_patches.serve_live_adapter()
+        engine_patches.take_stacks()
     if is_cpu and config.get("kv_lora_rank"):
         cpu_standins.install_latent_attention()
     if is_cpu and config.get("vision_config"):

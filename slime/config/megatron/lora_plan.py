@@ -30,6 +30,8 @@ ADAPTER = "adapter"
 """A value of --lora-serve."""
 EXPERTS = "experts"
 """Of --lora-exclude-modules: the routed experts, whatever their projections are called."""
+_VOCABULARY = ("embed_tokens", "lm_head")
+"""Matrices that every model has, and that get no adapters."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,8 @@ def _check_targets(args: Args) -> Iterator[str]:
     for flag, values in zip(more, (given, excluded), strict=True):
         for value in values:
             if value not in (*names, *more[flag]):
-                yield f"{flag} {value}: the model has no such projection; it has {', '.join(names) or 'none'}."
+                why = "adapters are built for" if value in _VOCABULARY else "the model has no such projection; it has"
+                yield f"{flag} {value}: {why} {', '.join(names) or 'none'}."
     taken = [name for name in names if (name in given or ALL_LINEAR in given) and name not in excluded]
     fused = FUSED_IN_ENGINES.values() if args.lora_serve == ADAPTER else ()
     for parts in dict.fromkeys([*known.values(), *fused]):
@@ -185,7 +188,7 @@ def _check_targets(args: Args) -> Iterator[str]:
                 f"{flag} lacks {' and '.join(missing)}: {', '.join(there)} are one weight in trainer or engine; name "
                 "all of them, or none."
             )
-    if names and not taken:
+    if names and not taken and excluded:
         yield f"--lora-exclude-modules {' '.join(excluded)} leaves no projection to train; name fewer."
 
 
@@ -358,6 +361,7 @@ _ENGINE_FLAGS = {
     "lora_paths": "the run loads its own adapters",
     "max_loaded_loras": "SGLang would unload adapters by itself, and hold up loads until their requests end",
     "enable_lora_overlap_loading": "it is not proven with adapters that come and go",
+    "experts_shared_outer_loras": "each expert of the trainer has an A and a B of its own",
 }
 """ServerArgs field -> why it does not go with adapters that engines serve."""
 _RUN_FLAGS = {
@@ -413,7 +417,7 @@ SERVED: tuple[Check, ...] = (
     ),
     for_each(
         lambda a: _ENGINE_FLAGS,
-        lambda a, name: _given(a, name) not in (None, False, 1),
+        lambda a, name: _given(a, name) not in (None, False) and (name, _given(a, name)) != ("pp_size", 1),
         lambda a, name: (
             f"--sglang-{name.replace('_', '-')} {_given(a, name)} does not go with --lora-serve adapter: "
             f"{_ENGINE_FLAGS[name]}; leave it out, or give --lora-serve merged."

@@ -165,6 +165,7 @@ class AdapterUpdater(WeightUpdater):
 
     def _make_ready(self, tensors: dict[str, torch.Tensor], args: Args, policy: str | None, answers: Any) -> None:
         """Check the adapter, and copy it to the host, and to a file where engines read one."""
+        begin = time.monotonic()
         shapes, plan = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, needed(LoraPlan.of(args))
         config = peft_config(args) | {"lora_alpha": plan.scale * plan.rank}
         try:
@@ -173,10 +174,16 @@ class AdapterUpdater(WeightUpdater):
             raise WeightSyncError(f"weight sync {self.weight_version}: {error}", is_final=True) from None
         if policy is not None:  # the model holds another's soon
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        checked = time.monotonic()
         room = self._rooms.pop(0).result(ROOM_DEADLINE_S) if self._rooms else None
+        had_room = time.monotonic()
         self._adapters.append(_Adapter(policy, config, tensors, in_shared_memory(tensors, room), answers))
         if room:
             self._making_room.submit(room.close)
+        times = (checked - begin, had_room - checked, time.monotonic() - had_room)
+        logger.info(
+            "adapter of %d tensors: checked %.3f s, waited for memory %.3f s, copied %.3f s", len(tensors), *times
+        )
         if self._readers:
             self._write(self._adapters[-1])
 
