@@ -314,8 +314,8 @@ def _derive(args: Args, explicit: set[str], problems: Problems, hf_config: Mappi
     """Set what follows from the flags and from the model's config, in place."""
     values = vars(args)
     if hf_config is not None:
-        if args.model_args_from_hf or args.train_backend == "fsdp":
-            from_hf = collected(problems.wrong, model_args_from_hf, hf_config) or {}
+        if (is_fsdp := args.train_backend == "fsdp") or args.model_args_from_hf:
+            from_hf = collected(problems.wrong, model_args_from_hf, hf_config, is_fsdp) or {}
         else:
             from_hf = args_implied_by_hf(hf_config, args.spec, has_latent_attention=args.multi_latent_attention)
         values.update({name: value for name, value in from_hf.items() if name not in explicit})

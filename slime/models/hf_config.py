@@ -43,8 +43,10 @@ def moe_layer_pattern(moe_layer_freq: int | list[int], num_layers: int) -> list[
     return list(moe_layer_freq)
 
 
-def model_args_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def model_args_from_hf(hf_config: Mapping[str, Any], takes_any: bool = False) -> dict[str, Any]:
     """Return the Megatron model flags that build this HF model: {attribute: value}.
+
+    With `takes_any` (FSDP2, whose model is transformers') they are only the sizes where no flags would build it.
 
     Raises:
         UsageError: for a model_type that cannot be trained, a feature of the config that Megatron's model does not
@@ -52,26 +54,22 @@ def model_args_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """
     family = family_of_config(hf_config)
     if family is None:
+        if takes_any:
+            return _sizes_of_any(text_config(hf_config))
         raise UsageError(
             f"model_type {hf_config.get('model_type')!r} of the HF config: its Megatron flags cannot be derived, only "
             f"those of {', '.join(SUPPORTED_MODEL_TYPES)}; give them yourself (as scripts/models/*.sh) instead of "
             "--model-args-from-hf."
         )
     hf = family.read(hf_config)
-    if problems := _number_problems(hf, family) or _underivable_features(hf, family):
+    if problems := _number_problems(hf, family):
         raise UsageError(problems)
-    heads = hf["num_attention_heads"]
+    if problems := _underivable_features(hf, family):
+        if takes_any:
+            return _sizes_of_any(hf)
+        raise UsageError(problems)
     values = {
-        "num_layers": hf["num_hidden_layers"],
-        "hidden_size": hf["hidden_size"],
-        "ffn_hidden_size": hf["intermediate_size"],
-        "num_attention_heads": heads,
-        "group_query_attention": True,
-        "num_query_groups": hf["num_key_value_heads"] or heads,
-        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // heads,
-        "vocab_size": hf["vocab_size"],
-        "max_position_embeddings": hf.get("max_position_embeddings", 4096),
-        "layernorm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        **_sizes(hf),
         "normalization": "RMSNorm",
         "swiglu": True,
         "add_bias_linear": False,
@@ -81,7 +79,6 @@ def model_args_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         "qk_layernorm": bool(hf.get("use_qk_norm")),
         "post_self_attn_layernorm": False,
         "post_mlp_layernorm": False,
-        "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", False),
         "position_embedding_type": "rope",
         "experimental_attention_variant": None,
         "num_moe_experts": None,
@@ -91,6 +88,36 @@ def model_args_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     for part in family.parts:
         values |= resolved(part.flags, hf)
     return values
+
+
+def _sizes(hf: Mapping[str, Any]) -> dict[str, Any]:
+    heads = hf["num_attention_heads"]
+    return {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": heads,
+        "group_query_attention": True,
+        "num_query_groups": hf.get("num_key_value_heads") or heads,
+        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // heads,
+        "vocab_size": hf["vocab_size"],
+        "max_position_embeddings": hf.get("max_position_embeddings", 4096),
+        "layernorm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", False),
+    }
+
+
+def _sizes_of_any(hf: Mapping[str, Any]) -> dict[str, Any]:
+    if problems := _number_problems(hf, None):
+        raise UsageError(problems)
+    return {
+        **_sizes(hf),
+        "swiglu": True,
+        "add_bias_linear": False,
+        "num_moe_experts": hf.get("num_experts") or hf.get("num_local_experts") or hf.get("n_routed_experts"),
+        "moe_ffn_hidden_size": hf.get("moe_intermediate_size", hf["intermediate_size"]),
+        "moe_router_topk": hf.get("num_experts_per_tok") or 2,
+    }
 
 
 def args_implied_by_hf(
@@ -119,9 +146,10 @@ def args_implied_by_hf(
     return {name: values[name] for name in names if values.get(name) is not None}
 
 
-def _number_problems(hf: Mapping[str, Any], family: Family) -> list[str]:
+def _number_problems(hf: Mapping[str, Any], family: Family | None) -> list[str]:
     """One sentence for each number that is missing or cannot be one."""
-    values = {name: hf.get(name) for name in (*_SIZES, *(name for part in family.parts for name in part.needs))}
+    parts = family.parts if family is not None else ()
+    values = {name: hf.get(name) for name in (*_SIZES, *(name for part in parts for name in part.needs))}
     problems = [
         f"the HF config has no {name}; is it the whole config.json of the model?"
         for name, value in values.items()

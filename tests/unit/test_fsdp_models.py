@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from slime.config.parse import CommandLine
 from slime.config.rules.backends import unsupported_models
 from slime.utils.errors import UsageError
 from tests.integration.trainer_world import trainer_args
@@ -194,3 +195,21 @@ def _of_families(args: Any) -> None:
             inputs = {"input_ids": batch["tokens"], "position_ids": batch["position_ids"]}
             packed = hf(**inputs, pack=batch["packed_seq_params"], use_cache=False).logits[0].log_softmax(-1)
         assert (packed[: len(alone)] - alone)[is_token].abs().max() < 2e-6, name
+
+
+def test_every_model_that_is_exact_is_accepted_by_its_name_alone(qwen3: Path, tmp_path: Path) -> None:
+    """Without a family of Megatron's, its sizes are those of its config."""
+    line, command_line = "--train-backend fsdp --accelerator cpu --debug-train-only --hf-checkpoint", CommandLine()
+    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+    for name, more in [*FAMILIES.items(), ("qwen2", windows)]:
+        config = {"model_type": name, **SIZES, **more, "tie_word_embeddings": True}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "tokenizer_config.json").write_text("{}")
+        (tmp_path / "model.safetensors").write_bytes((qwen3 / "model.safetensors").read_bytes())
+        checked = command_line.check([*line.split(), str(tmp_path)])
+        assert not [problem for problem in checked.problems.all() if "config" in problem or "checkpoint" in problem], (
+            name
+        )
+        args = checked.args
+        assert (args.num_layers, args.hidden_size, args.num_query_groups, args.kv_channels) == (2, 32, 2, 8), name
+        assert args.untie_embeddings_and_output_weights is False
