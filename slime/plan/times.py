@@ -2,11 +2,14 @@
 
     generate    response tokens per engine go through in rounds of at most R requests (what the cache, the concurrency
                 flag or the engine allows); a decode step reads this rank's weights and the cache of R sequences of
-                mean length, or computes 2 x active parameters x R, and adds `decode_step_s`; the longest response
-                sets the number of steps of the last round. Prefill: 2 x active parameters per distinct prompt token.
+                mean length, or computes 2 x active parameters x R, and adds `decode_step_s` and, under TP, two
+                all-reduces a layer; the longest response sets the number of steps of the last round. Prefill: 2 x
+                active parameters per distinct prompt token.
     log-probs   forward FLOPs of all samples, once for each pass, over all trainer ranks at `infer_flops`
     train       three times the forward FLOPs (four with full recomputation), at `train_flops`; pipeline stages idle
                 for (pp - 1) / (micro-batches x vpp) of it
+                Of both, model parallelism keeps a share (`kept_share`), and a layer of a micro-batch takes at least
+                what Python needs to start it (`layer_start_s`).
     weight sync bytes of the model over the link, the network or a disk
     offload     state to pinned memory and back at `host_bandwidth`
 
@@ -19,6 +22,7 @@ device: whoever plans says which one is meant.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -56,6 +60,8 @@ class Device:
     # Seconds of one decode step beside reading weights and cache: scheduler, sampling, kernel starts
     decode_step_s: float
     reserved_bytes: int  # Taken before the first tensor: CUDA context, libraries, NCCL buffers
+    # Seconds that the host takes to start a layer of a micro-batch: forward, and forward and backward
+    layer_start_s: tuple[float, float] = (0.0, 0.0)
     is_shared: bool = False
     source: str = ""
 
@@ -63,7 +69,7 @@ class Device:
 # Measured on H200s (benchmarks/RESULTS.md), 4B where there is a figure: 60.5% of the 788 TFLOP/s of a bf16 product
 # in a train step, 72.0% in log-probs; 8.04 GB of weights by NCCL in 0.034 s, by CUDA IPC in 0.076 s; 55 GB/s to pinned
 # memory; copies at 4.3 TB/s. 512 requests x 512 tokens of 0.6B at 43,115 tokens/s are 11.9 ms a decode step, of which
-# reading 18.8 GB of cache and 1.2 GB of weights explains 4.7 ms.
+# reading 18.8 GB of cache and 1.2 GB of weights explains 4.7 ms. A layer's start: the 0.6B shape at a4d21dd.
 _H200 = Device(
     name="h200-141gb",
     memory_bytes=141 * GB,
@@ -76,6 +82,7 @@ _H200 = Device(
     network_bandwidth=25e9,
     decode_step_s=0.0072,
     reserved_bytes=2 * GB,
+    layer_start_s=(0.0017, 0.0048),
     source="measured on an H200 (4B: products, weight syncs; 0.6B: decoding); network 200 Gb/s assumed",
 )
 
@@ -149,6 +156,7 @@ def device_of_gpu(name: str, memory_bytes: int) -> Device:
     return replace(best, name=name, memory_bytes=memory_bytes)
 
 
+ALL_REDUCE_S = 1e-5  # Seconds of the smallest all-reduce between the GPUs of an engine, assumed
 DISK_BANDWIDTH = 2e9  # Bytes/s of a shared file system, assumed
 
 
@@ -170,6 +178,12 @@ class Rollout:
     device: Device
     layout: ParallelLayout
     batch: BatchPlan
+
+    @property
+    def starts(self) -> int:
+        """How often a rank starts a layer in a pass over the rollout."""
+        layers = max(map(len, self.layout.stage_layers))
+        return layers * self.batch.micro_batches_per_rank * self.batch.steps_per_rollout
 
     def flops(self) -> float:
         """FLOPs of a forward pass over all samples."""
@@ -228,7 +242,9 @@ def decode_seconds(shape: ModelShape, device: Device, engine: EngineMemory, *, r
     """Seconds of one decode step of an engine with that many running requests of mean length `context`."""
     read = engine.weights + requests * context * engine.kv_bytes_per_token
     compute = 2.0 * shape.num_active_params * requests / (engine.tp * engine.pp)
-    return max(read / device.memory_bandwidth, compute / device.infer_flops) + device.decode_step_s
+    sent = 2 * 2 * requests * shape.hidden_size / device.link_bandwidth  # an all-reduce in 16 bit, both ways
+    reduces = 2 * shape.num_layers * (ALL_REDUCE_S + sent) if engine.tp > 1 else 0.0
+    return max(read / device.memory_bandwidth, compute / device.infer_flops) + reduces + device.decode_step_s
 
 
 def generate_phase(rollout: Rollout, engine: EngineMemory, num_engines: int) -> Phase:
@@ -254,7 +270,9 @@ def log_probs_phase(rollout: Rollout, passes: int) -> Phase:
     """All forward-only passes of the trainer over one rollout."""
     flops, device, ranks = rollout.flops(), rollout.device, rollout.layout.world_size
     text = f"{passes} x {flops / 1e15:.3g} PFLOP on {ranks} x {device.name}"
-    return Phase("log-probs", passes * flops / (device.infer_flops * ranks), text)
+    busy = flops / (device.infer_flops * ranks * kept_share(rollout.layout))
+    started = rollout.starts * device.layer_start_s[0]
+    return Phase("log-probs", passes * max(busy, started), text + _bound(busy, started))
 
 
 def train_phase(rollout: Rollout) -> Phase:
@@ -263,8 +281,28 @@ def train_phase(rollout: Rollout) -> Phase:
     factor = 4 if recompute_of(rollout.args).granularity == "full" else 3
     bubble = (layout.pp - 1) / max(1, rollout.batch.micro_batches_per_rank * layout.vpp)
     text = f"{factor} x {flops / 1e15:.3g} PFLOP at {rate / 1e12:.3g} TFLOP/s per rank"
-    seconds = factor * flops / (rate * layout.world_size) * (1 + bubble)
-    return Phase("train", seconds, text + (f", pipeline bubble {bubble:.0%}" if bubble else ""))
+    busy = factor * flops / (rate * layout.world_size * kept_share(layout))
+    started = rollout.starts * (rollout.device.layer_start_s[1] + (factor - 3) * rollout.device.layer_start_s[0])
+    text += (f", pipeline bubble {bubble:.0%}" if bubble else "") + _bound(busy, started)
+    return Phase("train", max(busy, started) * (1 + bubble), text)
+
+
+KEPT_PER_DOUBLING = {"tp": 0.84, "pp": 0.95, "cp": 0.82}
+"""Share of one GPU's speed that is left where a model of 4B is cut in two by this dimension, bubbles apart: TP 2 0.87,
+TP 4 0.67 (0.55 on a slow host), PP 2 0.95, CP 2 0.82, CP 4 0.64 of it (benchmarks/RESULTS.md). Cuts of experts kept
+all of it."""
+
+
+def kept_share(layout: ParallelLayout) -> float:
+    """The share of one GPU's speed that each rank of a layout keeps."""
+    sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
+    return math.prod(KEPT_PER_DOUBLING[name] ** math.log2(max(1, size)) for name, size in sizes.items())
+
+
+def _bound(busy: float, started: float) -> str:
+    return (
+        f", bound by the host's starts of small micro-batches ({started / busy:.1f} times)" if started > busy else ""
+    )
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def drive(
             return 0
         checked = _checked(command_line, check, warn)
         if checked.args.dry_run:
-            return dry_run(checked)
+            return dry_run(checked, command_line)
         args = accept(checked)
         check_plan(args)
         train(args)
@@ -180,12 +180,7 @@ def check_plan(args: Args) -> None:
     Raises:
         UsageError: it does not fit, by more than the plan may be wrong, and there is no --ignore-plan.
     """
-    facts = Facts(
-        device=find_device(args.accelerator, args.plan_device),
-        engines=engine_kinds(args),
-        weight_format=find_format(args.hf_checkpoint),
-        adapted=adapted_linears(args),
-    )
+    facts = measured_facts(args)
     plan = make_plan(args, facts)
     if not plan.does_fit:
         from slime.plan.render import read_rows_of  # with a tokenizer
@@ -198,6 +193,16 @@ def check_plan(args: Args) -> None:
     assumed = "" if is_certain else f" (planned for {plan.device.name}, which is assumed)"
     for sentence in [*found.refused, *found.doubtful]:
         logger.warning("%s%s", sentence, assumed)
+
+
+def measured_facts(args: Args) -> Facts:
+    """The device, the engines and the forms of weights of a command line; no data, no hooks."""
+    return Facts(
+        device=find_device(args.accelerator, args.plan_device),
+        engines=engine_kinds(args),
+        weight_format=find_format(args.hf_checkpoint),
+        adapted=adapted_linears(args),
+    )
 
 
 def find_device(accelerator: str, given: str | None = None) -> Device:
@@ -244,11 +249,12 @@ def engine_kinds(args: Args) -> list[EngineKind]:
     return found
 
 
-def dry_run(checked: Any) -> int:
-    """Print the plan of a checked command line, and write it to --dry-run-json.
+def dry_run(checked: Checked, command_line: CommandLine | None = None) -> int:
+    """Print the plan of a checked command line, and write it to --dry-run-json; with --tune also a better one.
 
     Args:
-        checked: `slime.config.parse.Checked`: the args, why a run would be refused, and which flags were given.
+        checked: the args, why a run would be refused, and which flags were given.
+        command_line: checks the command lines that --tune tries.
 
     Returns:
         0, or 2 where a run would be refused.
@@ -270,7 +276,31 @@ def dry_run(checked: Any) -> int:
         write_json(plan, args.dry_run_json)
     with reader_may_leave():
         render(plan, sys.stdout)
+        if args.tune and command_line is not None:
+            print_tuned(args, plan, command_line)
     return EXIT_USAGE if plan.refused else 0
+
+
+def print_tuned(args: Args, plan: Plan, command_line: CommandLine) -> None:
+    """Look for a better command line, and print it with what each change gains."""
+    from slime.plan.render import read_rows_of
+    from slime.plan.tune import knobs, tune, tuned_lines
+
+    data = read_rows_of(args)[0]
+
+    def judge(argv: Sequence[str]) -> Plan | None:
+        checked = command_line.check(argv)
+        if checked.problems.wrong or checked.problems.unsupported:
+            return None
+        return make_plan(checked.args, dataclasses.replace(measured_facts(checked.args), data=data))
+
+    ideas = knobs(
+        args.actor_num_nodes * args.actor_num_gpus_per_node,
+        has_experts=bool(plan.params and plan.params["experts"]),
+        colocated=args.colocate,
+    )
+    for line in tuned_lines(*tune(sys.argv[1:], plan, judge, list(ideas))):
+        print(line)
 
 
 def write_json(plan: Plan, path: str) -> None:
@@ -300,12 +330,9 @@ def gather_facts(args: Args, refused: list[str], warnings: list[str], lacking: S
     has_engines = bool(args.hf_checkpoint) and not args.debug_train_only
     if has_engines and not Path(args.hf_checkpoint, "config.json").is_file():
         missing.append(f"config.json in {args.hf_checkpoint}: engines are planned in 16 bit, and may run in less")
-    return Facts(
-        device=find_device(args.accelerator, args.plan_device),
+    return dataclasses.replace(
+        measured_facts(args),
         data=data,
-        engines=engine_kinds(args),
-        weight_format=find_format(args.hf_checkpoint),
-        adapted=adapted_linears(args),
         hooks=list(hook_reports(args)),
         rows=rows,
         missing=missing,

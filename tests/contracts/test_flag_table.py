@@ -131,6 +131,7 @@ OURS = {
     "--shuffle-mini-batches": "passes over one rollout",
     "--skip-malformed-data": "upstream's skipping, by request",
     "--stall-timeout": "when a stall is noticed",
+    "--tune": "a plan that looks for better flags",
     "--compile-cache-dir": "a start that compiles nothing",
     "--tracker": "where metrics go",
     "--trust-remote-code": "off by default",

@@ -240,6 +240,12 @@ class AskFlags:
 
     dry_run: bool = flag(False, "check everything, print the plan of the run, and end with status 0 or 2")
     dry_run_json: str | None = flag(None, "also write the plan to this JSON file", needs="dry_run")
+    tune: bool = flag(
+        False,
+        "also look for the layout, micro-batches, recomputation, offloading and engines with the shortest rollout by "
+        "the plan, and print that command line",
+        needs="dry_run",
+    )
     plan_device: str | None = flag(
         None,
         f"GPU that the plan is for (default: this machine's, without one {DEFAULT_GPU})",
