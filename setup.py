@@ -93,6 +93,7 @@ setup(
         **TRACKERS,
         "mcp": ["mcp<2"],  # tools of MCP servers (docs/mcp.md)
         "agents": ["mcp<2"],
+        "s3": ["s3fs"],  # s3:// URLs (docs/streams.md)
         "cuda": read_requirements("requirements.txt"),
         "docs": ["furo", "myst-parser", "sphinx", "sphinx-copybutton"],
         "dev": read_requirements("requirements-dev.txt"),

@@ -425,7 +425,7 @@ def _check_environment(args: Args, *, given_load: str | None, has_config: bool) 
     if args.check_weight_update_equal and args.hf_checkpoint:
         yield from files.check_weight_update_equal(load=args.load, hf_checkpoint=args.hf_checkpoint)
     yield from files.check_weight_dir(args.update_weight_disk_dir)
-    yield from files.check_replay(args.load_debug_rollout_data, args.start_rollout_id, args.num_rollout)
+    yield from debug.check_replay(args.load_debug_rollout_data, args.start_rollout_id, args.num_rollout)
     yield from debug.MISSING_RECORDER(args)
     if not args.dry_run:  # a plan for GPUs can be made elsewhere
         yield from devices.check_memory_saver(args, os.environ)

@@ -23,6 +23,7 @@ from slime.plan.layout import DataFacts, Seat
 from slime.plan.trainer_memory import TrainerMemory
 from slime.utils.data import Dataset, parse_slice, read_rows
 from slime.utils.errors import UsageError
+from slime.utils.files.streams import is_stream
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.misc import attempt
 from slime.utils.processing_utils import load_tokenizer, render_chat
@@ -47,7 +48,8 @@ def read_rows_of(args: Args) -> Found:
         facts about the prompts (None without them), one report per data file, and a sentence for each thing missing.
     """
     wanted: list[tuple[str, DatasetSettings]] = [(one.name, one) for one in args.eval_datasets]
-    wanted[:0] = [(f"prompts {one.name}" if one.is_named else "prompts", one) for one in args.prompt_sources]
+    files = [one for one in args.prompt_sources if not (args.stream_prompts or is_stream(one.path))]
+    wanted[:0] = [(f"prompts {one.name}" if one.is_named else "prompts", one) for one in files]
     readable = [entry for entry in wanted if parse_slice(entry[1].path)[0].is_file()]
     missing = [f"{name}: {one.path} does not exist" for name, one in wanted if (name, one) not in readable]
     tokenizer = _tokenizer(args, missing) if readable else None

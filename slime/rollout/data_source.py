@@ -25,6 +25,7 @@ from slime.rollout.sampling.mixture import Mixture
 from slime.rollout.sampling.weight_versions import WeightClock, of_earlier_run
 from slime.utils.data import Dataset
 from slime.utils.eval_config import PromptSource, sources_of
+from slime.utils.files.streams import is_stream
 from slime.utils.misc import load_function, needed, on_error
 from slime.utils.processing_utils import image_options, load_processor, load_tokenizer
 from slime.utils.types import Sample
@@ -97,14 +98,12 @@ class RolloutDataSource(DataSource):
     def _next_prompt(self) -> Sample:
         if self.dataset is None:
             return Sample()
+        if isinstance(self.dataset, Dataset):
+            return self.dataset.draw(self, shuffles=self.args.rollout_shuffle)
         if self.sample_offset >= len(self.dataset):
-            self.epoch_id += 1
-            self.sample_offset = 0
-            self._order_epoch()
-        offset, self.sample_offset = self.sample_offset, self.sample_offset + 1
-        if isinstance(self.dataset, Mixture):
-            return self.dataset.draw(current_rollout_id() or 0)
-        return self.dataset[offset]
+            self.epoch_id, self.sample_offset = self.epoch_id + 1, 0
+        self.sample_offset += 1
+        return self.dataset.draw(current_rollout_id() or 0)
 
     def _next_group(self) -> Group:
         prompt = self._next_prompt()
@@ -241,6 +240,7 @@ def _open_dataset(args: Args, source: PromptSource) -> Dataset:
         skip_malformed=args.skip_malformed_data,
         keep_messages=args.reward_model_path is not None,
         images=image_options(args),
+        stream_window=args.stream_shuffle_rows if args.stream_prompts or is_stream(source.path) else None,
     )
 
 

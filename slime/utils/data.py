@@ -7,18 +7,18 @@ Long prompts are found in threads, then dropped, refused or cut. Who draws the p
 
 from __future__ import annotations
 
-import functools
 import logging
 import random
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from slime.utils.errors import UsageError
+from slime.utils.files.prompt_length import CHUNK, CUTS, cut_text, fit_prompts, prompt_lengths
 from slime.utils.files.rows import (
     JsonlRows,
+    MalformedLine,
     ParquetRows,
     Row,
     check_data_file,
@@ -33,9 +33,9 @@ from slime.utils.files.rows import (
     read_file,
     read_rows,
 )
+from slime.utils.files.streams import Stream
 from slime.utils.processing_utils import (
     ImageOptions,
-    encode_text,
     num_image_tokens,
     process_vision_info,
     render_chat,
@@ -49,10 +49,13 @@ if TYPE_CHECKING:
 __all__ = [
     "Dataset",
     "check_data_file",
+    "cut_text",
     "filter_long_prompt",
+    "fit_prompts",
     "get_source",
     "parse_slice",
     "process_rollout_data",
+    "prompt_lengths",
     "read_file",
     "read_rows",
 ]
@@ -61,9 +64,6 @@ T = TypeVar("T")
 
 HELD_BYTES = 64 * 2**20
 """Files up to this size are held in memory as samples; of larger ones only where each row is."""
-_CHUNK = 250  # rows that are looked at together
-CUTS = ("left", "right", "middle")
-_HALF_A_CHARACTER = "\ufffd"
 
 
 class Dataset:
@@ -91,6 +91,8 @@ class Dataset:
             a chat template of its own.
         images: how images are opened; None = as they are, and from this machine.
         source: the file's entry in a mixture: its system prompt, grader, generate function and metadata.
+        stream_window: read the prompts as a stream (slime.utils.files.streams), which `draw` alone hands out, with
+            this many rows shuffled together; None = a file.
 
     Raises:
         UsageError: a row cannot be used, or no row is left.
@@ -117,6 +119,7 @@ class Dataset:
         keep_messages: bool = False,
         images: ImageOptions | None = None,
         source: PromptSource | None = None,
+        stream_window: int | None = None,
     ) -> None:
         self._keep_messages, self._source = keep_messages, source
         self.name = source.name if source else ""
@@ -127,7 +130,9 @@ class Dataset:
         self._multimodal_keys = multimodal_keys or {}
         self._max_length, self._truncation, self._num_workers = max_length, truncation, num_workers
         malformed: list[str] | None = [] if skip_malformed else None
-        self.origin_samples = self._read(path, malformed)
+        self._path, self._skips_malformed = path, skip_malformed
+        self._stream = None if stream_window is None else Stream(path, window_rows=stream_window)
+        self.origin_samples = self._read(path, malformed) if self._stream is None else ()
         if malformed:
             logger.warning("%d malformed lines are skipped; the first: %s", len(malformed), malformed[0])
         self.seed = seed
@@ -140,7 +145,7 @@ class Dataset:
         held: list[Sample] = []
         lazy = _LazySamples(self, rows)
         num_rows = 0
-        size = _CHUNK * max(4, self._num_workers)
+        size = CHUNK * max(4, self._num_workers)
         scan = rows.scan(remember=not is_held)
         while chunk := list(islice(scan, size)):
             num_rows += len(chunk)
@@ -234,6 +239,10 @@ class Dataset:
         """Put the prompts into the order of this epoch: a permutation of the file's order seeded by seed + epoch."""
         if new_epoch_id == self.epoch_id:
             return
+        if self._stream is not None:
+            self._stream.order(self.seed + new_epoch_id)
+            self.epoch_id = new_epoch_id
+            return
         order = array("Q", range(len(self.origin_samples)))
         random.Random(self.seed + new_epoch_id).shuffle(order)
         self.samples = _Reordered(self.origin_samples, order)
@@ -243,7 +252,50 @@ class Dataset:
         return self.samples[index]
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.samples) if self._stream is None else len(self._stream)
+
+    def draw(self, place: Place, *, shuffles: bool) -> Sample:
+        """The next prompt from a place on, which moves behind it; the next epoch follows without a gap.
+
+        Raises:
+            UsageError: no row of a stream can be used.
+        """
+        for _ in range(2):
+            while place.sample_offset < len(self):
+                offset, place.sample_offset = place.sample_offset, place.sample_offset + 1
+                if (sample := self._at(offset)) is not None:
+                    return sample
+            place.epoch_id, place.sample_offset = place.epoch_id + 1, 0
+            if shuffles:
+                self.shuffle(place.epoch_id)
+        raise UsageError(f"--prompt-data {self._path}: no row has a prompt of at most {self._max_length} tokens")
+
+    def _at(self, offset: int) -> Sample | None:
+        """The prompt there; None where the row of a stream is empty, too long, or malformed and skipped."""
+        if self._stream is None:
+            return self.samples[offset]
+        try:
+            place, fields = self._stream.row(offset)
+        except MalformedLine:
+            if not self._skips_malformed:
+                raise
+            return None
+        if fields is None:
+            return None
+        sample = self._sample(place, fields)
+        image_tokens = self._image_tokens([Row(place, 0, 0, 0, fields)])
+        if not self._fit([sample], [place], image_tokens):
+            return None
+        if self._sees_images:
+            sample.multimodal_inputs = self._look(process_vision_info, place, fields)
+        return sample
+
+
+class Place(Protocol):
+    """Where in a data set the next prompt is."""
+
+    sample_offset: int
+    epoch_id: int
 
 
 class _Samples(Sequence[Sample]):
@@ -306,123 +358,3 @@ def filter_long_prompt(
 def get_source(sample: Sample) -> str:
     """Where a sample's prompt comes from: `sample.source`, else metadata["source_name"], else "unknown"."""
     return str(vars(sample).get("source") or sample.metadata.get("source_name") or "unknown")
-
-
-def fit_prompts(
-    samples: Sequence[Sample],
-    tokenizer: Any,
-    max_length: int | None,
-    *,
-    truncation: str = "drop",
-    num_workers: int = 1,
-    places: Sequence[str] | None = None,
-    image_tokens: Sequence[int] = (),
-) -> list[Sample]:
-    """The samples, in order, each with a prompt of at most `max_length` tokens.
-
-    Args:
-        samples: their prompts are texts or message lists; a prompt that is cut is changed in place.
-        tokenizer: measures, and cuts.
-        max_length: tokens; None lets every prompt be.
-        truncation: what happens to a longer prompt: "drop", "error", or where tokens are cut off: "left", "right",
-            "middle".
-        num_workers: threads. A tokenizer written in Rust lets go of Python's lock, so threads are as fast as
-            processes, which would each have to load it first.
-        places: "file:line" of each sample, for error messages.
-        image_tokens: by how many tokens the images of each sample lengthen its prompt; empty = there are none.
-
-    Raises:
-        UsageError: "error" and a prompt is too long; or a cut through a message list.
-    """
-    if max_length is None:
-        return list(samples)
-    lengths = prompt_lengths(samples, tokenizer, num_workers=num_workers)
-    if image_tokens:
-        lengths = [length + more for length, more in zip(lengths, image_tokens, strict=True)]
-    too_long = [i for i, length in enumerate(lengths) if length > max_length]
-    if not too_long:
-        return list(samples)
-    if truncation == "drop":
-        return [sample for sample, length in zip(samples, lengths, strict=True) if length <= max_length]
-    first = too_long[0]
-    if truncation == "error":
-        raise UsageError(
-            f"{_place(places, first)}: the prompt has {lengths[first]} tokens, the limit is {max_length} (the first "
-            f"of {len(too_long)} such prompts); raise --rollout-max-prompt-len or --eval-max-prompt-len, or choose "
-            "another --prompt-truncation"
-        )
-    _cut(samples, tokenizer, {i: lengths[i] for i in too_long}, max_length, side=truncation, places=places)
-    return list(samples)
-
-
-def _cut(
-    samples: Sequence[Sample],
-    tokenizer: Any,
-    too_long: dict[int, int],
-    max_length: int,
-    *,
-    side: str,
-    places: Sequence[str] | None,
-) -> None:
-    for i, length in too_long.items():
-        prompt = samples[i].prompt
-        if not isinstance(prompt, str):
-            raise UsageError(
-                f"{_place(places, i)}: --prompt-truncation {side} cuts text, but this prompt of {length} "
-                "tokens is a message list; add --apply-chat-template, or choose drop"
-            )
-        samples[i].prompt = cut_text(tokenizer, prompt, max_length, side=side)
-
-
-def prompt_lengths(samples: Sequence[Sample], tokenizer: Any, *, num_workers: int = 1) -> list[int]:
-    """Tokens of each prompt; message lists are rendered first."""
-    chunks = [samples[start : start + _CHUNK] for start in range(0, len(samples), _CHUNK)]
-    measure = functools.partial(_lengths_of_chunk, tokenizer)
-    if num_workers == 1 or len(chunks) < 2:
-        return [length for chunk in chunks for length in measure(chunk)]
-    with ThreadPoolExecutor(num_workers, thread_name_prefix="prompt-length") as pool:
-        return [length for lengths in pool.map(measure, chunks) for length in lengths]
-
-
-def _lengths_of_chunk(tokenizer: Any, samples: Sequence[Sample]) -> list[int]:
-    texts = [s.prompt if isinstance(s.prompt, str) else _render_whole(tokenizer, s) for s in samples]
-    return [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-
-
-def _render_whole(tokenizer: Any, sample: Sample) -> str:
-    assert isinstance(sample.prompt, list), "only message lists need rendering"
-    tools = sample.metadata.get("tools")
-    return render_chat(tokenizer, sample.prompt, tools=tools, add_generation_prompt=False)
-
-
-def cut_text(tokenizer: Any, text: str, max_length: int, *, side: str) -> str:
-    """The text without the tokens that are too many.
-
-    The result is text again, so its tokens need not be those that were kept: where they are more, one more is cut.
-
-    Args:
-        tokenizer: its `decode` must keep special tokens.
-        text: a rendered prompt.
-        max_length: tokens of the result, at most.
-        side: where tokens are cut off: "left" keeps the end, "right" the beginning, "middle" half of each.
-
-    Raises:
-        UsageError: nothing readable is left.
-    """
-    ids = encode_text(tokenizer, text)
-    for keep in range(max_length, 0, -1):
-        num_head = {"left": 0, "right": keep, "middle": keep - keep // 2}[side]
-        head, tail = ids[:num_head], ids[len(ids) - (keep - num_head) :]
-        # A token may end inside a character of several bytes; what is left of one is not worth keeping.
-        left, right = (
-            tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            for part in (head, tail)
-        )
-        shorter = left.rstrip(_HALF_A_CHARACTER) + right.lstrip(_HALF_A_CHARACTER)
-        if shorter and len(encode_text(tokenizer, shorter)) <= max_length:
-            return str(shorter)
-    raise UsageError(f"--prompt-truncation {side}: nothing is left of a prompt that is cut to {max_length} tokens")
-
-
-def _place(places: Sequence[str] | None, i: int) -> str:
-    return places[i] if places is not None else f"prompt {i}"

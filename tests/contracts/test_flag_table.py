@@ -105,6 +105,8 @@ OURS = {
     "--on-untrusted-reward": "what a failed sandbox or grader does",
     "--on-stall": "what a stall does",
     "--output-dir": "where metrics and logs go",
+    "--stream-prompts": "prompts larger than memory",
+    "--stream-shuffle-rows": "prompts larger than memory",
     "--process-reward-path": "rewards of tokens and turns",
     "--overlong-buffer-len": "soft overlong punishment",
     "--overlong-penalty-factor": "soft overlong punishment",

@@ -10,10 +10,10 @@ import pytest
 from slime.rollout import data_source, eval
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.eval import EvalDatasets
-from slime.utils import data as prompt_length
 from slime.utils.data import Dataset, cut_text, fit_prompts, prompt_lengths
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig
+from slime.utils.files import prompt_length
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import LetterTokenizer, rollout_args
 
@@ -120,7 +120,7 @@ class MeetingTokenizer(LetterTokenizer):
 
 
 def test_workers_measure_at_the_same_time_and_keep_the_order(monkeypatch):
-    monkeypatch.setattr(prompt_length, "_CHUNK", 3)
+    monkeypatch.setattr(prompt_length, "CHUNK", 3)
     samples = [Sample(prompt="x" * (i * 7 % 10 + 1)) for i in range(20)]
     serial = prompt_lengths(samples, LetterTokenizer())
     assert serial == [i * 7 % 10 + 1 for i in range(20)]

@@ -131,6 +131,12 @@ class RolloutFlags:
     rollout_ignore_eos: bool = flag(False, "do not end a response at the end token: it goes on to the length limit")
     rollout_skip_special_tokens: bool = flag(False, "leave special tokens out of the returned text")
     rollout_shuffle: bool = flag(False, "shuffle the prompts in every epoch")
+    stream_prompts: bool = flag(
+        False, "read --prompt-data as streams, as directories and URLs always are: files larger than memory"
+    )
+    stream_shuffle_rows: int = flag(
+        16384, "rows of a stream that --rollout-shuffle permutes together and memory holds", at_least=1
+    )
     rollout_seed: int = flag(
         42, "seed of the shuffle, and of sampling with --sglang-enable-deterministic-inference", at_least=0
     )

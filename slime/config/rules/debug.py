@@ -6,8 +6,10 @@ What a user's own functions do, which may not be repeatable bit for bit, is not 
 from __future__ import annotations
 
 import importlib.util
+import os
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from slime.checkpoints.rollout_files import DEFAULT_KEEP, KeepRule
@@ -250,3 +252,25 @@ check_deterministic = where(
 
 It takes parsed flags, before `deterministic_values` are set, and the attributes whose flags are on the command line.
 """
+
+
+def check_replay(template: str | None, first_rollout: int | None, num_rollout: int | None) -> Iterator[str]:
+    """--load-debug-rollout-data has a file for every rollout; names the first that is missing.
+
+    Args:
+        first_rollout: None where only the loaded checkpoint knows it.
+        num_rollout: the rollout behind the last; None where it is unknown.
+    """
+    if template is None or first_rollout is None:
+        return
+    for rollout_id in range(first_rollout, max(first_rollout + 1, num_rollout or 0)):
+        try:
+            path = Path(template.format(rollout_id=rollout_id))
+        except (ValueError, KeyError, IndexError, AttributeError):
+            return  # a rule of debug.py says what is wrong
+        if not os.path.isfile(path):
+            remedy = "dump it with --save-debug-rollout-data"
+            if rollout_id > first_rollout:
+                remedy += f", or end before it with --num-rollout {rollout_id}"
+            yield f"--load-debug-rollout-data {template}: there is no file {path}; {remedy}."
+            return

@@ -21,7 +21,8 @@ from slime.config.args import Args
 from slime.config.problems import Rule
 from slime.utils.data import check_data_file, parse_slice, read_file
 from slime.utils.errors import UsageError
-from slime.utils.eval_config import DatasetSettings
+from slime.utils.eval_config import DatasetSettings, PromptSource
+from slime.utils.files.streams import check_first_row, is_stream
 from slime.utils.misc import try_to_load
 from slime.weights.transports import why_not_ours
 
@@ -145,6 +146,8 @@ def num_prompts(args: Args) -> int | None:
     """Prompts of an epoch; None where they cannot be counted without a tokenizer, or not at all."""
     is_ours = args.rollout_global_dataset and args.data_source_path.startswith("slime.rollout.data_source.")
     sources = args.prompt_sources
+    if any(_streams(args, one) for one in sources):
+        return None
     may_drop_long_ones = any(one.max_prompt_len for one in sources) and args.prompt_truncation == "drop"
     if not sources or not is_ours or may_drop_long_ones:
         return None
@@ -246,7 +249,23 @@ def _read_data(
     return DataFacts(num_rows, fields, _names_reward(row.get(metadata_key)), isinstance(row.get(prompt_key), str))
 
 
+def _streams(args: Args, dataset: DatasetSettings) -> bool:
+    return isinstance(dataset, PromptSource) and (args.stream_prompts or is_stream(dataset.path))
+
+
+def _facts_of_stream(dataset: DatasetSettings) -> DataFacts:
+    """What the first row tells: the others are looked at when they are drawn."""
+    try:
+        row = check_first_row(dataset.path, dataset.input_key, dataset.label_key)
+    except UsageError as error:
+        return DataFacts(problems=tuple(error.messages))
+    names_reward = _names_reward(row.get(dataset.metadata_key))
+    return DataFacts(0, tuple(row), names_reward, isinstance(row[dataset.input_key], str))
+
+
 def _facts_of(args: Args, dataset: DatasetSettings) -> DataFacts:
+    if _streams(args, dataset):
+        return _facts_of_stream(dataset)
     return data_facts(
         dataset.path,
         dataset.input_key,
@@ -269,28 +288,6 @@ def fields_text(args: Args) -> str:
     """Which fields the prompt file has, for a sentence about a missing one."""
     fields = _facts_of(args, args.prompt_sources[0]).fields if args.prompt_sources else ()
     return f"the fields are {', '.join(fields)}" if fields else "the data file cannot be read"
-
-
-def check_replay(template: str | None, first_rollout: int | None, num_rollout: int | None) -> Iterator[str]:
-    """--load-debug-rollout-data has a file for every rollout; names the first that is missing.
-
-    Args:
-        first_rollout: None where only the loaded checkpoint knows it.
-        num_rollout: the rollout behind the last; None where it is unknown.
-    """
-    if template is None or first_rollout is None:
-        return
-    for rollout_id in range(first_rollout, max(first_rollout + 1, num_rollout or 0)):
-        try:
-            path = Path(template.format(rollout_id=rollout_id))
-        except (ValueError, KeyError, IndexError, AttributeError):
-            return  # a rule of debug.py says what is wrong
-        if not os.path.isfile(path):
-            remedy = "dump it with --save-debug-rollout-data"
-            if rollout_id > first_rollout:
-                remedy += f", or end before it with --num-rollout {rollout_id}"
-            yield f"--load-debug-rollout-data {template}: there is no file {path}; {remedy}."
-            return
 
 
 def output_dirs(args: Args) -> dict[str, str | None]:

@@ -57,17 +57,7 @@ class Mixture:
             self._places[name].behind += weight / total
         drawn = max((name for name, weight in weights.items() if weight), key=lambda name: self._places[name].behind)
         self._places[drawn].behind -= 1
-        return self._next_of(drawn)
-
-    def _next_of(self, name: str) -> Sample:
-        dataset, place = self._sources[name][1], self._places[name]
-        if place.sample_offset >= len(dataset):
-            place.epoch_id, place.sample_offset = place.epoch_id + 1, 0
-            if self._shuffles:
-                dataset.shuffle(place.epoch_id)
-        sample = dataset[place.sample_offset]
-        place.sample_offset += 1
-        return sample
+        return self._sources[drawn][1].draw(self._places[drawn], shuffles=self._shuffles)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Name -> place of each data set: plain values."""

@@ -123,7 +123,7 @@ class JsonlRows:
                     continue
                 place = self.place_of(number)
                 try:
-                    yield Row(place, number, start, len(line), _object_of_line(line, place))
+                    yield Row(place, number, start, len(line), object_of_line(line, place))
                 except UsageError as error:
                     if malformed is None:
                         raise
@@ -135,7 +135,7 @@ class JsonlRows:
 
     def read(self, position: int, size: int) -> dict[str, Any]:
         """A row that `scan(remember=True)` has passed; any thread may ask."""
-        return _object_of_line(os.pread(self._handle.fileno(), size, position), f"{self._file}, byte {position}")
+        return object_of_line(os.pread(self._handle.fileno(), size, position), f"{self._file}, byte {position}")
 
 
 class ParquetRows:
@@ -207,13 +207,22 @@ def _sliced(rows: Any, wanted: slice, count: Any) -> Iterator[Row]:
     return itertools.islice(rows(), start, max(stop, start or 0) if stop is not None else None)
 
 
-def _object_of_line(line: bytes, place: str) -> dict[str, Any]:
+class MalformedLine(UsageError):
+    """A line is no JSON object."""
+
+
+def object_of_line(line: bytes, place: str) -> dict[str, Any]:
+    """The object of a line of a .jsonl.
+
+    Raises:
+        MalformedLine: it has none.
+    """
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise UsageError(f"{place}: not valid JSON ({error}); each line must be one JSON object") from error
+        raise MalformedLine(f"{place}: not valid JSON ({error}); each line must be one JSON object") from error
     if not isinstance(row, dict):
-        raise UsageError(f"{place}: a {type(row).__name__}, but each line must be one JSON object")
+        raise MalformedLine(f"{place}: a {type(row).__name__}, but each line must be one JSON object")
     return row
 
 
