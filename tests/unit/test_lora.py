@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from slime.backends.megatron_utils.update_weight import WeightSyncError, from_ad
 from slime.backends.megatron_utils.update_weight.from_adapters import AdapterUpdater
 from slime.backends.sglang_utils import cpu_standins, engine_patches
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, adapter_defaults, build_server_args
-from slime.backends.sglang_utils.weight_transfer import adapter_tensors_of, in_shared_memory
+from slime.backends.sglang_utils.weight_transfer import SharedRoom, adapter_tensors_of, in_shared_memory
 from slime.checkpoints.paths import MODEL_SHAPE_FILE, TRACKER_FILE
 from slime.config.megatron.lora_plan import LoraPlan, base_of
 from slime.config.roles import parse_megatron_role_args
@@ -296,6 +297,25 @@ def test_an_engine_keeps_stacks_as_they_lie_and_as_sglang_would_make_them(monkey
     assert all(tensor.untyped_storage().data_ptr() == own for tensor in ours.values()), "nothing was copied"
     again = loaded(drawn, {**body["config_dict"], STACKED: False})
     assert all(again[name].equal(theirs[name]) for name in theirs), "adapters of other people load as before"
+
+
+@pytest.mark.parametrize("failed", [0, 712])
+def test_memory_is_known_to_the_driver_until_it_is_closed_or_dropped(
+    monkeypatch: pytest.MonkeyPatch, failed: int
+) -> None:
+    """A registration that outlives its memory would have the driver write to pages of somebody else."""
+    known: set[int] = set()
+    driver = SimpleNamespace(
+        cudaHostRegister=lambda at, size, flags: failed or known.add(at) or 0, cudaHostUnregister=known.remove
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda gpu: nullcontext())
+    rooms = [SharedRoom(64, torch.device("cuda", 1)) for _ in range(2)]
+    assert known == (set() if failed else {room.data.data_ptr() for room in rooms})
+    rooms[0].close()
+    rooms[0].close()
+    del rooms
+    assert known == set()
 
 
 def test_a_projection_without_its_fellows_is_no_stack() -> None:

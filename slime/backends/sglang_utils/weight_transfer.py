@@ -131,26 +131,34 @@ class SharedRoom:
     A GPU writes it at the speed of its link until it is closed, which has to be before the memory goes: this object
     holds it until then.
 
+    Args:
+        num_bytes: of it.
+        writer: what will fill it. Where that is a GPU, make it in a thread that does no other work with one: if the
+            driver cannot register the memory, torch would find the error there.
+
     Attributes:
         data: uint8 [num_bytes].
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, writer: torch.device | None = None) -> None:
         import torch
 
-        self._is_pinned = False
+        self._gpu: torch.device | None = None
         storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)  # named by a file, also with CUDA
         self.data = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (num_bytes,), (1,)).zero_()
-        if torch.cuda.is_available():
-            self._is_pinned = int(torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), num_bytes, 0)) == 0
+        if writer is not None and writer.type == "cuda":
+            with torch.cuda.device(writer):
+                failed = int(torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), num_bytes, 0))
+            self._gpu = None if failed else writer
 
     def close(self) -> None:
         """Leave the memory to those who share it."""
-        if self._is_pinned:
+        if self._gpu is not None:
             import torch
 
-            self._is_pinned = False
-            torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())
+            gpu, self._gpu = self._gpu, None
+            with torch.cuda.device(gpu):
+                torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())
 
     __del__ = close
 

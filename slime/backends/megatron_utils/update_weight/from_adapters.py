@@ -259,9 +259,9 @@ class AdapterUpdater(WeightUpdater):
         metrics = super()._update()
         self._tries = max(0, self._tries - 1)
         self._by_source(self.see_that_it_is_served)
-        sizes = [adapter.shared.data.nbytes for adapter in self._adapters]  # of the next version, too
-        self._adapters = []
-        self._rooms = [self._making_room.submit(SharedRoom, size) for size in sizes]
+        adapters, self._adapters = self._adapters, []
+        rooms = [(one.shared.data.nbytes, next(iter(one.tensors.values())).device) for one in adapters]
+        self._rooms = [self._making_room.submit(SharedRoom, *room) for room in rooms]  # of the next version
         return metrics
 
     def see_that_it_is_served(self) -> None:
