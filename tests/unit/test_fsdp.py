@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -12,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import distribute_tensor
 
 from slime.config.parse import CommandLine
 from tests.integration.trainer_world import make_train_data, resumed_from, trainer_args, with_images
@@ -227,33 +229,64 @@ def test_a_gradient_that_is_not_finite_ends_the_run(families: dict[str, Path], t
         run(families["qwen3"], out=tmp_path / "out.pt", **own)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("flags", "replicas"),
+    [
+        ("", 1),
+        ("", 2),
+        ("--optimizer sgd", 1),
+        ("--optimizer muon --muon-momentum 0.95 --muon-use-nesterov --muon-scale-mode shape_scaling", 1),
+        ("--optimizer muon --muon-extra-scale-factor 0.2 --muon-num-ns-steps 3", 2),
+    ],
+)
 def test_the_optimizer_clips_and_steps_as_torchs_and_leaves_out_a_gradient_that_is_not_finite(
-    families: dict[str, Path], replicas: int
+    families: dict[str, Path], flags: str, replicas: int
 ) -> None:
-    args = trainer_args(families["qwen3"], MEGATRON, dp_size=2, train_backend="fsdp", fsdp_replicate_size=replicas)
-    run_world(2, _optimizer, args)
+    world = {"dp_size": 2, "train_backend": "fsdp", "fsdp_replicate_size": replicas}
+    run_world(2, _optimizer, trainer_args(families["qwen3"], f"{MEGATRON} {flags}", **world))
+
+
+def _optimizers_of_torch(args: Any, named: list[tuple[str, Any]], theirs: list[Any]) -> list[torch.optim.Optimizer]:
+    """Of whole parameters: the same as in the papers, by torch."""
+    maps = [args.optimizer == "muon" and p.ndim == 2 and not re.search("embed|lm_head", name) for name, p in named]
+    rest = [p for p, is_map in zip(theirs, maps, strict=True) if not is_map]
+    decayed = {"params": [p for p in rest if p.ndim > 1]}
+    groups = [decayed, {"params": [p for p in rest if p.ndim <= 1], "weight_decay": 0.0}]
+    if args.optimizer == "sgd":
+        return [torch.optim.SGD(groups, lr=args.lr, momentum=args.sgd_momentum, weight_decay=args.weight_decay)]
+    adam = torch.optim.AdamW(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps,
+                             weight_decay=args.weight_decay)  # fmt: skip
+    if args.optimizer == "adam":
+        return [adam]
+    # a fifth of Megatron's "spectral" is torch's "match_rms_adamw"
+    scale = {"spectral": "match_rms_adamw", "shape_scaling": "original"}[args.muon_scale_mode]
+    moved = [p for p, is_map in zip(theirs, maps, strict=True) if is_map]
+    assert len(moved) == 14, "7 matrices in each of 2 layers"
+    return [adam, torch.optim.Muon(
+        moved, lr=args.lr, weight_decay=args.weight_decay, momentum=args.muon_momentum,
+        nesterov=args.muon_use_nesterov, ns_steps=args.muon_num_ns_steps, adjust_lr_fn=scale,
+    )]  # fmt: skip
 
 
 def _optimizer(args: Any) -> None:
     from slime.backends.fsdp_utils.model import build_policy, make_mesh
-    from slime.backends.fsdp_utils.optimizer import ShardedAdamW
+    from slime.backends.fsdp_utils.optimizer import OPTIMIZERS
     from slime.backends.fsdp_utils.weights import load_hf, named_parameters
 
     policy = build_policy(args, make_mesh(args))
     load_hf(policy, args.load)
     named = named_parameters(policy)
-    optimizer = ShardedAdamW(args, named)
+    optimizer = OPTIMIZERS[args.optimizer](args, named)
     optimizer.param_groups[1]["weight_decay"] *= optimizer.param_groups[1]["wd_mult"]  # as Megatron's scheduler does
     theirs = [torch.nn.Parameter(parameter.full_tensor().detach()) for _, parameter in named]
-    decayed = [p for p in theirs if p.ndim > 1]
-    groups = [{"params": decayed}, {"params": [p for p in theirs if p.ndim <= 1], "weight_decay": 0.0}]
-    of_torch = torch.optim.AdamW(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps,
-                                 weight_decay=args.weight_decay)  # fmt: skip
+    of_torch = _optimizers_of_torch(args, named, theirs)
+    torch.manual_seed(0)
+    directions = [torch.randn(p.shape) for p in theirs]
     for step, value in enumerate((1.0, float("nan"), 0.001)):
-        for (_, parameter), other in zip(named, theirs, strict=True):
-            parameter.grad = torch.full_like(parameter, value)
-            other.grad = torch.full_like(other, value)
+        for (_, parameter), other, direction in zip(named, theirs, directions, strict=True):
+            whole = direction * value + value * step
+            parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            other.grad = whole.clone()
         norm = optimizer.update(clip_grad=1.0, skip_nan=True)
         assert all(parameter.grad is None for _, parameter in named)
         assert optimizer.num_steps == max(step, 1)
@@ -261,9 +294,29 @@ def _optimizer(args: Any) -> None:
             assert norm != norm
             continue
         assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(theirs, 1.0)), rel=1e-5)
-        of_torch.step()
+        for one in of_torch:
+            one.step()
+    # orthogonalisation is in bf16: a momentum that differs in its last bit differs there by up to 2^-8 of the step
+    tolerance = args.lr / 50 if args.optimizer == "muon" else 1e-7
     for (name, parameter), other in zip(named, theirs, strict=True):
-        assert torch.allclose(parameter.full_tensor(), other, rtol=1e-6, atol=1e-7), name
+        assert torch.allclose(parameter.full_tensor(), other, rtol=1e-6, atol=tolerance), name
+
+
+@pytest.mark.parametrize(("optimizer", "offload"), [("muon", True), ("sgd", False)])
+def test_a_run_with_another_optimizer_resumes_bit_by_bit_and_refuses_adams_state(
+    families: dict[str, Path], tmp_path: Path, optimizer: str, offload: bool
+) -> None:
+    hf, root, flags = families["qwen3"], tmp_path / "save", {"megatron": f"--optimizer {optimizer}", "num_steps": 4}
+    flags["fsdp_cpu_offload"] = offload
+    run(hf, world=2, out=tmp_path / "whole.pt", save=str(root), **flags)
+    records, before, after = torch.load(tmp_path / "whole.pt")
+    assert all((after[name] - before[name]).norm() > 0 for name in after)
+    rest = flags | {"first": 2, "num_steps": 2, **resumed_from(str(root))}
+    run(hf, world=2, out=tmp_path / "rest.pt", **rest)
+    records2, _, after2 = torch.load(tmp_path / "rest.pt")
+    assert records[-len(records2) :] == records2 and all(torch.equal(after[name], after2[name]) for name in after)
+    with pytest.raises(AssertionError, match=f"was saved with --optimizer {optimizer}, .*--no-load-optim"):
+        run(hf, out=tmp_path / "other.pt", **{**rest, "megatron": ""})
 
 
 def test_small_layers_are_one_group_until_they_have_so_many_parameters() -> None:
@@ -380,6 +433,13 @@ REFUSED = {
     "--recompute-granularity selective": "recomputes whole layers: give full",
     "--fsdp-replicate-size 3": "--fsdp-replicate-size 3 must divide the trainer's ranks",
     "--optimizer-cpu-offload": "--fsdp-cpu-offload keeps the optimizer in host memory",
+    "--optimizer dist_muon": "use muon with --train-backend fsdp",
+    "--optimizer muon --lora-rank 4": "--optimizer muon does not go with --lora-rank 4",
+    "--optimizer muon --muon-scale-mode unit_rms_norm": "give spectral or shape_scaling",
+    "--optimizer muon --muon-momentum 1": "--muon-momentum 1.0 must lie in [0, 1)",
+    "--optimizer muon --muon-tp-mode distributed": "--muon-tp-mode distributed is",
+    "--train-backend megatron --optimizer muon": "--optimizer muon is not supported with --train-backend megatron",
+    "--train-backend megatron --optimizer sgd": "use adam, or --train-backend fsdp",
 }
 
 
@@ -389,6 +449,14 @@ def test_what_fsdp_does_not_do_is_refused_with_what_does_the_same(
 ) -> None:
     line = f"--train-backend fsdp --accelerator cpu --debug-train-only --hf-checkpoint {families['qwen3']} {flags}"
     assert any(REFUSED[flags] in problem for problem in command_line.check(line.split()).problems.all())
+
+
+def test_flags_of_another_optimizer_are_named_as_without_effect() -> None:
+    from slime.config.rules.losses import without_effect
+
+    args = argparse.Namespace(optimizer="sgd", use_stateless_adam=False, ppo_epochs=1)
+    found = next(iter(without_effect(args, {"muon_momentum", "muon_num_ns_steps", "sgd_momentum"})))  # type: ignore[arg-type]
+    assert found == "--optimizer sgd leaves these flags without effect: --muon-momentum --muon-num-ns-steps."
 
 
 def test_a_checkpoint_of_the_other_backend_is_refused(

@@ -293,6 +293,7 @@ def test_what_only_a_gpu_can_do_is_a_problem_of_the_device(flags, named):
         ("--attention-dropout 0.1", "our attention has no dropout"),
         ("--normalization LayerNorm", "--normalization LayerNorm is not supported: no family of"),
         ("--optimizer sgd", "checkpoints no state but Adam's; use adam"),
+        ("--optimizer muon", "use adam, or --train-backend fsdp"),
         ("--exp-avg-dtype fp8 --use-precision-aware-optimizer", "only TransformerEngine scales moments"),
         ("--exp-avg-sq-dtype bf16", "stand still under small updates"),
         ("--main-params-dtype fp16", "they stay in fp32"),

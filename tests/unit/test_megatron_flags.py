@@ -217,7 +217,7 @@ def test_a_used_option_changes_a_config_or_is_read(option, sources):
 
 
 def test_the_options_without_a_reader_are_few():
-    refused_otherwise = ["--ckpt-format", "--optimizer", "--position-embedding-type"]
+    refused_otherwise = ["--ckpt-format", "--position-embedding-type"]
     of_deepep = ["--moe-enable-deepep", "--moe-token-dispatcher-type"]
     named = ["--bf16", *refused_otherwise, *of_deepep, "--use-rotary-position-embeddings"]
     assert sorted(HAVE_NO_READER) == sorted(named)

@@ -30,7 +30,7 @@ from slime.backends.fsdp_utils.checkpoint import (
 )
 from slime.backends.fsdp_utils.lora import adapters_of
 from slime.backends.fsdp_utils.model import build_policy, inputs_of, make_mesh
-from slime.backends.fsdp_utils.optimizer import ShardedAdamW, local
+from slime.backends.fsdp_utils.optimizer import OPTIMIZERS, local
 from slime.backends.fsdp_utils.weights import WeightSource, load_hf, named_parameters, trained_parameters
 from slime.backends.megatron_utils.actor import MegatronBackend, TrainerOver
 from slime.backends.megatron_utils.checkpoint.hf_export import save_hf
@@ -70,7 +70,7 @@ class FsdpBackend(MegatronBackend):
         self._is_whole = mesh.size(mesh.ndim - 1) == 1  # there are no shards but copies of the model
         self._is_last = True
         policy = build_policy(args, mesh)
-        optimizer = ShardedAdamW(args, trained_parameters(policy))
+        optimizer = OPTIMIZERS[args.optimizer](args, trained_parameters(policy))
         self.state = TrainState(policy, optimizer, make_scheduler(args, cast(Any, optimizer)))
         self._source = WeightSource(policy, getattr(torch, args.params_dtype), args.hf_checkpoint)
 

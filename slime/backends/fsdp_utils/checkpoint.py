@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 
 from slime.backends.fsdp_utils.lora import adapters_of, base_checksum
 from slime.backends.fsdp_utils.model import Policy
-from slime.backends.fsdp_utils.optimizer import ShardedAdamW
+from slime.backends.fsdp_utils.optimizer import OPTIMIZERS, ShardedAdamW, ShardedSgd
 from slime.backends.fsdp_utils.weights import HEAD, fixed_tensors, named_parameters, trained_parameters
 from slime.backends.megatron_utils.checkpoint.iterations import UnfinishedCheckpoint
 from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loading
@@ -40,7 +40,7 @@ class TrainState:
     """What a train step changes."""
 
     policy: Policy
-    optimizer: ShardedAdamW
+    optimizer: ShardedAdamW | ShardedSgd
     scheduler: Any
 
 
@@ -134,6 +134,7 @@ def begin_checkpoint(
     tensors, more = weights(state.policy), {"iteration": iteration, "world_size": dist.get_world_size()}
     if "optimizer" in contents:
         tensors |= moments(state)
+        more |= {"optimizer": type(state.optimizer).__name__}
         more |= {"steps": state.optimizer.num_steps, "schedule": state.scheduler.state_dict()}
     if adapters_of(state.policy):
         more["base_checksum"] = base_checksum(state.policy)
@@ -171,6 +172,7 @@ def load_checkpoint(source: CheckpointSource, state: TrainState) -> Iterator[str
     of_base = bool(adapters_of(state.policy)) and not of_adapters
     with_optimizer = source.load_optimizer and "steps" in more and not of_base
     if with_optimizer:
+        _refuse_other(state, more.get("optimizer", ShardedAdamW.__name__), directory)
         tensors |= moments(state)
     load_tensors(directory, tensors)
     if of_adapters:
@@ -189,6 +191,15 @@ def load_checkpoint(source: CheckpointSource, state: TrainState) -> Iterator[str
         yield f"random states are not restored from {directory}: it was saved by {more['world_size']} ranks"
     else:
         set_random_states(more["random"][dist.get_rank()])
+
+
+def _refuse_other(state: TrainState, saved: str, directory: Path) -> None:
+    if saved != type(state.optimizer).__name__:
+        names = {kind.__name__: name for name, kind in OPTIMIZERS.items()}
+        raise UsageError(
+            f"{directory} was saved with --optimizer {names.get(saved, saved)}, whose state is of no use to "
+            f"--optimizer {names[type(state.optimizer).__name__]}: give the former, or --no-load-optim to begin anew."
+        )
 
 
 def names_in(directory: Path) -> Collection[str]:

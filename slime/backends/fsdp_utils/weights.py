@@ -11,14 +11,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from slime.backends.fsdp_utils.lora import HALVES, adapters_of
 from slime.backends.fsdp_utils.model import Policy
-from slime.backends.fsdp_utils.optimizer import local_rows
+from slime.backends.fsdp_utils.optimizer import HEAD, local_rows
 from slime.conversion.reader import SafetensorsReader
 from slime.utils import accelerator
 from slime.utils.errors import UsageError
 from slime.weights.adapters import PEFT_PREFIX
 from slime.weights.names import is_fused, single_names
 
-HEAD = "value_head."
 READ_BYTES = 8 * 2**20
 """Rows are read this many bytes (of the shard) at a time: what is read lies in memory beside it."""
 GATHER_BYTES = 64 * 2**20

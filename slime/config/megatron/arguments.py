@@ -143,6 +143,11 @@ def megatron_problems(
     set_here = derive_megatron(args).keys()
     derived = set_here - given
     problems.unsupported += refused_flags(args, derived)
+    if args.optimizer in ("sgd", "muon"):
+        problems.unsupported.append(
+            f"--optimizer {args.optimizer} is not supported with --train-backend megatron: its distributed optimizer "
+            "cuts matrices anywhere, and checkpoints no state but Adam's; use adam, or --train-backend fsdp."
+        )
     problems.lacking += refused_flags(args, derived, kind="planned")
     out_of_range = list(value_checks.check_ranges(args, derived))
     problems.wrong += out_of_range

@@ -12,7 +12,6 @@ from slime.config.megatron.config_flags import add_config_flags
 from slime.config.megatron.megatron_flags import (
     ALWAYS,
     NO_BOUND,
-    NO_SGD,
     SLIMES,
     TABLE,
     Group,
@@ -30,11 +29,8 @@ REFUSED_VALUES: dict[str, dict[Any, str]] = {
         ),
     },
     "--optimizer": {
-        "sgd": f"{NO_SGD}; use adam",
-        **dict.fromkeys(
-            ("muon", "dist_muon"),
-            "it requires the library emerging_optimizers, which slime does not install; use adam",
-        ),
+        "dist_muon": "it requires the library emerging_optimizers, which slime does not install; use muon with "
+        "--train-backend fsdp, whose optimizer is sharded",
     },
     "--attention-backend": {"local": "it does not know packed samples; use unfused or auto"},
     "--transformer-impl": {"inference_optimized": "slime trains the model; use local"},

@@ -36,8 +36,6 @@ ALWAYS = "always so here"
 """Reason of warned options that ask for what is done anyway; no warning names those."""
 NO_BOUND = "rotary positions have no end"
 """Reason of a bound that holds for any model here: every line for Megatron has to give it, so no warning names it."""
-NO_SGD = "Megatron's distributed optimizer holds and checkpoints no state but Adam's"
-"""Reason of what belongs to SGD."""
 
 _EIGHT_BIT = """--fp8-quantizer-factory --fp8-margin --fp8-interval
     --fp8-amax-history-len --fp8-amax-compute-algo --no-fp8-wgrad --fp8-dot-product-attention
@@ -113,7 +111,8 @@ TABLE: tuple[Group, ...] = (
     ),
     Group(
         "used",
-        """--optimizer --adam-beta1 --adam-beta2 --adam-eps --no-decoupled-weight-decay
+        """--optimizer --sgd-momentum --muon-momentum --muon-use-nesterov --muon-scale-mode --muon-num-ns-steps
+        --muon-extra-scale-factor --adam-beta1 --adam-beta2 --adam-eps --no-decoupled-weight-decay
         --weight-decay --start-weight-decay --end-weight-decay --weight-decay-incr-style
         --apply-wd-to-qk-layernorm --no-weight-decay-cond-type --decoupled-lr --decoupled-min-lr
         --min-lr --lr-decay-style --lr-decay-iters --lr-warmup-iters --lr-warmup-fraction --lr-warmup-init
@@ -322,12 +321,11 @@ TABLE: tuple[Group, ...] = (
         "what registered buffers are for, reductions inside the NVLink switch (NVLS), is off in trainers and engines: "
         "the group that carries weights between them fails with it",
     ),
-    Group("refused", "--sgd-momentum", NO_SGD),
     Group(
         "refused",
-        """--muon-momentum --muon-no-split-qkv --muon-use-nesterov --muon-scale-mode --muon-fp32-matmul-prec
-        --muon-num-ns-steps --muon-tp-mode --muon-extra-scale-factor""",
-        "Muon requires the library emerging_optimizers, which slime does not install",
+        "--muon-no-split-qkv --muon-fp32-matmul-prec --muon-tp-mode",
+        "Muon is --train-backend fsdp's, whose query, key and value are matrices of their own, which orthogonalises "
+        "whole matrices in bf16",
     ),
     Group(
         "refused",

@@ -20,7 +20,7 @@ from slime.config.problems import Problems, Rule, broken
 from slime.config.rules.batch import check_schedule_length, check_warmup
 from slime.models.families import FAMILIES, family_of_config
 from slime.utils.errors import UsageError
-from slime.weights.names import text_config
+from slime.weights.names import read_config, text_config
 
 FSDP = "--train-backend fsdp"
 HONOURED = frozenset(
@@ -50,10 +50,17 @@ HONOURED = frozenset(
         "lr_wsd_decay_style",
         "memory_snapshot_path",
         "min_lr",
+        "muon_extra_scale_factor",
+        "muon_momentum",
+        "muon_num_ns_steps",
+        "muon_scale_mode",
+        "muon_use_nesterov",
         "no_load_optim",
         "no_load_rng",
+        "optimizer",
         "recompute_granularity",
         "save_retain_interval",
+        "sgd_momentum",
         "start_weight_decay",
         "use_checkpoint_opt_param_scheduler",
         "weight_decay",
@@ -103,6 +110,7 @@ _SCALES = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "log
 """Number of a config -> its value where it changes nothing; what computes log-probs here does not apply it."""
 _RECURRENT = ("mamba", "ssm", "conv", "linear_conv", "lru")
 """Beginnings of a config's keys for layers with a state, where it does not say each layer's kind (LFM2, Jamba)."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TO_HF = {"fsdp": "tools/convert_fsdp_to_hf.py", "megatron": "tools/convert_torch_dist_to_hf.py"}
 NOT_BUILT = (
     Rule(
@@ -138,6 +146,25 @@ NOT_BUILT = (
         lambda a: (plan := LoraPlan.of(a)) and plan.has_experts,
         f"--lora-rank {{lora_rank}}: {FSDP} has no adapters for experts, which transformers holds as one tensor; add "
         "--lora-exclude-modules experts, or use --train-backend megatron.",
+    ),
+    Rule(
+        lambda a: a.optimizer == "muon" and a.lora_rank,
+        "--optimizer muon does not go with --lora-rank {lora_rank}: it would orthogonalise each factor of an adapter, "
+        "not the change of the matrix; use adam or sgd.",
+    ),
+    Rule(
+        lambda a: a.optimizer == "muon" and set(text_config(read_config(a.hf_checkpoint or ""))) & set(_EXPERTS),
+        "--optimizer muon does not go with experts, which transformers holds as one tensor; use adam or sgd.",
+    ),
+    Rule(
+        lambda a: a.optimizer == "muon" and a.muon_scale_mode not in ("spectral", "shape_scaling"),
+        "--muon-scale-mode {muon_scale_mode} is none of those that torch.optim.Muon has; give spectral or "
+        "shape_scaling.",
+    ),
+    Rule(
+        lambda a: a.optimizer == "muon" and not (0 <= a.muon_momentum < 1 and 0 < a.muon_num_ns_steps < 100),
+        "--muon-momentum {muon_momentum} must lie in [0, 1), and --muon-num-ns-steps {muon_num_ns_steps} between 1 "
+        "and 99.",
     ),
     Rule(
         lambda a: (plan := LoraPlan.of(a)) and not plan.projections,

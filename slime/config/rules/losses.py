@@ -333,6 +333,10 @@ def without_effect(args: Args, explicit: Collection[str]) -> Iterable[str]:
     if args.use_stateless_adam and (names := [name for name in of_moments if name in explicit and vars(args)[name]]):
         options = " ".join(map(plain_option, names))
         yield f"--use-stateless-adam keeps no moments, so these flags have no effect: {options}."
+    for kind in ("muon", "sgd"):
+        if args.optimizer != kind and (names := [n for n in explicit if n.startswith(f"{kind}_")]):
+            options = " ".join(map(plain_option, sorted(names)))
+            yield f"--optimizer {args.optimizer} leaves these flags without effect: {options}."
     is_one_step = args.ppo_epochs == 1 and _samples(args) < 2 * args.global_batch_size
     has_old = args.use_rollout_logprobs or args.keep_old_actor
     if args.use_opsm and is_one_step and not (has_old or args.debug_rollout_only):
