@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.dashboard.files import is_inside
+from slime.dashboard.series import is_inside
 
 if TYPE_CHECKING:
     from slime.observability.rollout_records import RolloutFile

@@ -18,9 +18,8 @@ from typing import Any
 
 import psutil
 
-from slime.dashboard.files import Lines, is_inside
 from slime.dashboard.records import SampleFile, SampleFiles
-from slime.dashboard.series import Series
+from slime.dashboard.series import Lines, Series, is_inside
 from slime.observability.run_events import FILE as EVENTS_FILE
 from slime.processes.directories import METRICS_FILE
 

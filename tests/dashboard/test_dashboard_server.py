@@ -21,8 +21,8 @@ from starlette.testclient import TestClient
 
 from slime import cli
 from slime.dashboard.address import is_loopback, lines_for_user
-from slime.dashboard.files import LONGEST_LINE, Lines
 from slime.dashboard.runs import Library
+from slime.dashboard.series import LONGEST_LINE, Lines
 from tests.dashboard.run_files import TOKEN, client_of, only_run, records_of_rollout, write_lines, write_run
 
 ROOT = Path(__file__).resolve().parents[2]

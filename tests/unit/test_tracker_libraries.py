@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from slime.observability import logging_utils
+from slime.observability import logging_utils, trackers
 from slime.observability.logging_utils import finish_tracking, init_tracking, log, log_alarm, log_eval_samples
-from slime.observability.trackers import client, state, writer
+from slime.observability.trackers import client, writer
 from tests.unit.test_observability import ANSWERS, make_args
 from tests.unit.test_trackers import Said, begin, log_steps, quick, until, warnings_of  # noqa: F401
 
@@ -120,7 +120,7 @@ def test_every_library_has_the_whole_run_after_its_process_was_stopped_and_kille
     running = logging_utils.tracking.writer
     assert running is not None
     log_steps(args, range(3))
-    until(lambda: all(state.count_left(tmp_path, name) == 0 for name in ("tensorboard", "mlflow")), 300.0)
+    until(lambda: all(trackers.count_left(tmp_path, name) == 0 for name in ("tensorboard", "mlflow")), 300.0)
     first = running.pid
     os.kill(first, signal.SIGSTOP)
     begun = time.monotonic()
@@ -133,14 +133,14 @@ def test_every_library_has_the_whole_run_after_its_process_was_stopped_and_kille
     finish_tracking()
     points = {(step, step / 2) for step in range(9)}
     for name in (*NAMES, "wandb", "tensorboard"):
-        assert state.count_left(tmp_path, name) == 0, name
+        assert trackers.count_left(tmp_path, name) == 0, name
     assert set(tensorboard_points(tmp_path / "tb", "train/loss")) == points
     assert set(trackio_points(tmp_path.name, "train/loss")) == points
     assert set(mlflow_points_of_files(tmp_path)) == points, "all in the run that it had"
 
 
 def mlflow_points_of_files(directory: Path) -> list[tuple[int, float]]:
-    place = state.read_place(directory, "mlflow")
+    place = trackers.read_place(directory, "mlflow")
     assert place is not None and place.run is not None
     lines = next((directory / "mlruns").rglob(f"{place.run}/metrics/train/loss")).read_text().splitlines()
     return [(int(line.split()[2]), float(line.split()[1])) for line in lines]
@@ -158,7 +158,7 @@ def test_a_disk_that_is_slow_for_every_library_slows_no_record_and_loses_none(tm
     assert running is not None
     names = (*NAMES, "wandb", "tensorboard")
     log_steps(args, range(1))
-    until(lambda: all(state.count_left(tmp_path, name) == 0 for name in names), 300.0)
+    until(lambda: all(trackers.count_left(tmp_path, name) == 0 for name in names), 300.0)
     processes = [running.pid, *(child.pid for child in psutil.Process(running.pid).children(recursive=True))]
     calls = "write,pwrite64,fsync,fdatasync"
     slow = ["strace", "-f", "-y", "-qq", "-e", f"trace={calls}", "-e", f"inject={calls}:delay_exit=50000"]
@@ -173,7 +173,7 @@ def test_a_disk_that_is_slow_for_every_library_slows_no_record_and_loses_none(tm
     slowed = [line for line in (tmp_path / "strace.txt").read_text().splitlines() if "DELAYED" in line]
     for folder in ("mlruns", "swanlog", "trackio", "wandb", "tb"):
         assert any(f"{tmp_path}/{folder}/" in line for line in slowed), f"no slow write below {folder}"
-    left = {name: state.count_left(tmp_path, name) for name in names}
+    left = {name: trackers.count_left(tmp_path, name) for name in names}
     said = [record.getMessage() for record in caplog.records if " lacks " in record.getMessage()]
     assert all(any(f"{name} lacks {count} lines" in text for text in said) for name, count in left.items() if count)
     deliver = [sys.executable, "-m", client.MODULE, str(tmp_path)]
@@ -188,7 +188,7 @@ FULL_DISK = """
 import json, os, subprocess, sys, time
 from pathlib import Path
 from slime.observability.logging_utils import finish_tracking, init_tracking
-from slime.observability.trackers import state
+from slime.observability import trackers
 from tests.unit.test_observability import make_args
 from tests.unit.test_trackers import log_steps
 from tests.unit.test_tracker_libraries import NAMES, mlflow_points_of_files, tensorboard_points, trackio_points
@@ -201,7 +201,7 @@ flags = {"use_wandb": True, "use_tensorboard": True, "tb_project_name": str(disk
 init_tracking(make_args(run, tracker=NAMES, **flags))
 log_steps(None, range(3))
 names, end = (*NAMES, "wandb", "tensorboard"), time.monotonic() + 200
-while any(state.count_left(run, name) for name in names):
+while any(trackers.count_left(run, name) for name in names):
     assert time.monotonic() < end, "the libraries did not begin"
     time.sleep(0.2)
 try:
@@ -215,7 +215,7 @@ log_steps(None, range(3, 303))
 logged_s = time.monotonic() - begun
 finish_tracking()
 free = os.statvfs(disk).f_bavail
-left = {name: state.count_left(run, name) for name in names}
+left = {name: trackers.count_left(run, name) for name in names}
 os.unlink(disk / "filler")
 deliver = [sys.executable, "-m", "slime.observability.trackers.writer", str(run)]
 again = subprocess.run(deliver, cwd=os.environ["PYTHONPATH"], timeout=200)
@@ -266,7 +266,7 @@ def test_every_library_takes_a_run_without_a_server_in_one_process(tmp_path: Pat
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [record.getMessage() for record in warnings if record.name.startswith("slime")] == []
     for name in (*names, "wandb", "tensorboard"):
-        assert state.count_left(tmp_path, name) == 0, name
+        assert trackers.count_left(tmp_path, name) == 0, name
     points = [(step, step / 2) for step in range(3)]
     assert tensorboard_points(tmp_path / "tb", "train/loss") == points
     assert mlflow_points(tmp_path, "train/loss") == points
@@ -290,7 +290,7 @@ def tensorboard_points(root: Path, name: str) -> list[tuple[int, float]]:
 def mlflow_points(directory: Path, name: str) -> list[tuple[int, float]]:
     from mlflow import MlflowClient
 
-    place = state.read_place(directory, "mlflow")
+    place = trackers.read_place(directory, "mlflow")
     assert place is not None and place.run is not None
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     store = MlflowClient(tracking_uri=(directory / "mlruns").as_uri())

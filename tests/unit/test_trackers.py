@@ -21,7 +21,7 @@ import pytest
 from slime.checkpoints.paths import TRACKER_FILE
 from slime.observability import logging_utils, trackers
 from slime.observability.logging_utils import finish_tracking, init_tracking, log, log_alarm, log_eval_samples
-from slime.observability.trackers import client, state, writer
+from slime.observability.trackers import client, writer
 from tests.unit.test_observability import ANSWERS, make_args
 from tests.unit.tracker_fakes import Wounded, got
 
@@ -168,7 +168,7 @@ def test_what_is_not_delivered_at_the_end_stays_and_a_command_delivers_it(tmp_pa
     log_steps(args, range(3))
     Wounded.is_down = True
     deliver(tmp_path, within_s=0.2)
-    assert state.count_left(tmp_path, WOUNDED) == 3
+    assert trackers.count_left(tmp_path, WOUNDED) == 3
     Wounded.is_down = False
     assert writer.deliver_the_rest(tmp_path) == 0
     assert steps_in(tmp_path) == [0, 1, 2] and f"{WOUNDED}: 0 lines left" in capsys.readouterr().out
@@ -183,7 +183,7 @@ def test_a_disk_that_is_full_costs_the_note_of_the_place_and_no_record(tmp_path:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(state.Place, "write", full)
+    monkeypatch.setattr(trackers.Place, "write", full)
     (warning,) = warnings_of(deliver(tmp_path))
     assert "cannot be written" in warning and steps_in(tmp_path) == [0, 1]
 
@@ -202,7 +202,7 @@ def test_what_a_library_is_given_while_its_disk_fills_up_is_given_to_it_again(tm
         log_steps(args, range(2, 4))
         assert not lane.deliver()
     (warning,) = warnings_of(said)
-    assert "No space left on device" in warning and state.count_left(tmp_path, WOUNDED) == 4
+    assert "No space left on device" in warning and trackers.count_left(tmp_path, WOUNDED) == 4
     until(lane.deliver)
     assert steps_in(tmp_path) == [0, 1, 0, 1, 2, 3]
 
@@ -251,7 +251,7 @@ def test_a_writer_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path: 
     assert sorted(set(steps_in(tmp_path))) == list(range(6)) and got(tmp_path)[-1] == ["finish", "finished"]
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(said) == 1 and "killed by SIGKILL); it is started again" in said[0], said
-    assert state.count_left(tmp_path, LINES) == 0
+    assert trackers.count_left(tmp_path, LINES) == 0
 
 
 def test_a_writer_that_is_stopped_holds_up_neither_a_record_nor_the_end(tmp_path: Path, monkeypatch, caplog):

@@ -22,8 +22,7 @@ from typing import Any
 import psutil
 
 from slime.config.args import Args
-from slime.observability.trackers import goes_on, tracker_runs
-from slime.observability.trackers.state import (
+from slime.observability.trackers import (
     DELIVER_S,
     FINISH_S,
     FOLDER,
@@ -32,7 +31,9 @@ from slime.observability.trackers.state import (
     Place,
     count_left,
     end_of_files,
+    goes_on,
     read_place,
+    tracker_runs,
     write_json,
 )
 from slime.observability.wandb_utils import public_config, upload_s

@@ -30,8 +30,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from slime.observability.trackers import TrackedRun, Tracker, TrackerRuns, make_tracker, need_room
-from slime.observability.trackers.state import (
+from slime.observability.trackers import (
     DELIVER_S,
     EVAL_SAMPLES_FILE,
     FINISH_S,
@@ -42,8 +41,13 @@ from slime.observability.trackers.state import (
     Item,
     Place,
     Step,
+    TrackedRun,
+    Tracker,
+    TrackerRuns,
     count_left,
     end_of_files,
+    make_tracker,
+    need_room,
     news,
     read_place,
     size_of,
