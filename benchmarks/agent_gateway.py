@@ -3,8 +3,9 @@
     python benchmarks/agent_gateway.py [--turns 4000] [--family qwen3]
 
 The engine answers at once with 64 fixed ids over HTTP; engine and clients are another process. So the CPU time of this
-process is all that the gateway adds to a turn: parsing, matching, tokenising, both sides of HTTP, recording. CPU time
-changes little with other work on the machine, the time of the clock does.
+process is all that the gateway adds to a turn: parsing, matching, tokenising, both sides of HTTP, recording. Beside it
+stands the floor: a server of the same stack that forwards a turn's JSON and tokenises its new text, and keeps nothing.
+Other work on the machine makes a turn cost up to 1.5 times as much CPU time (caches), the floor, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import orjson
+from aiohttp import web
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -92,6 +96,27 @@ class Client:
             ]
 
 
+def floor(tokenizer: Any, engine: str) -> Any:
+    """Start a server that does for a turn only what every gateway has to; returns its handle."""
+    from slime.agent.aiohttp_threaded import FilteredAccessLogger, run_app_in_thread
+    from slime.rollout.sampling.engine_request import tokens_of
+    from slime.utils.http_utils import post
+    from slime.utils.processing_utils import encode_text
+
+    async def answer(request: web.Request) -> web.Response:
+        body = orjson.loads(await request.read())
+        ids = encode_text(tokenizer, body["messages"][-1]["content"])
+        turn = await post(f"{engine}/generate", {"input_ids": ids, "return_logprob": True})
+        text = tokenizer.decode(tokens_of(turn["meta_info"])[0], skip_special_tokens=False)
+        choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        return web.Response(body=orjson.dumps({"choices": [choice]}), content_type="application/json")
+
+    app = web.Application(client_max_size=2**26)
+    app.router.add_post("/v1/chat/completions", answer)
+    keys = {"handler_cancellation": True, "access_log_class": FilteredAccessLogger}
+    return run_app_in_thread(app, host="127.0.0.1", runner_kwargs=keys)
+
+
 class Bench:
     """A gateway before the other process.
 
@@ -112,27 +137,41 @@ class Bench:
         self.peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         engine = f"http://127.0.0.1:{self._answer()}"
         self.gateway = Gateway(tokenizer=self.tokenizer, sglang_url=engine).start()
+        self.floor = floor(self.tokenizer, engine)
         quiet_collector()  # as a run's gateway does
 
     def _answer(self) -> str:
         assert self.peer.stdout is not None
         return self.peer.stdout.readline().strip()
 
-    def order(self, keys: list[str], context: str, turns: int, *, is_last: bool) -> tuple[float, float]:
-        """(CPU seconds of this process, seconds by the clock) of some turns in each session."""
+    def order(self, keys: list[str], context: str, turns: int, *, is_last: bool, port: int = 0) -> tuple[float, float]:
+        """(CPU seconds of this process, seconds by the clock) of some turns in each session; port 0 is the gateway."""
         assert self.peer.stdin is not None
-        order = {"port": self.gateway.port, "keys": keys, "context": context, "turns": turns, "is_last": is_last}
+        port = port or self.gateway.port
+        order = {"port": port, "keys": keys, "context": context, "turns": turns, "is_last": is_last}
         cpu = time.process_time()
         print(json.dumps(order), file=self.peer.stdin, flush=True)
         wall = float(self._answer())
         return time.process_time() - cpu, wall
 
+    def context(self, tokens: int) -> str:
+        """A text of so many tokens."""
+        per_token = len(self.tokenizer.encode(TOOL_TEXT)) / len(TOOL_TEXT)
+        return (TOOL_TEXT * (int(tokens / per_token) // len(TOOL_TEXT) + 1))[: int(tokens / per_token)]
+
+    def floor_cost(self, sessions: int, tokens: int, turns: int) -> float:
+        """us of CPU a turn of the server that only forwards and tokenises."""
+        keys = [f"floor-{number}" for number in range(sessions)]
+        self.order(keys, self.context(tokens), 1, is_last=False, port=self.floor.port)
+        each = max(turns // sessions, 2)
+        cpu, _ = self.order(keys, self.context(tokens), each, is_last=True, port=self.floor.port)
+        return cpu / sessions / each * 1e6
+
     def row(self, sessions: int, tokens: int, turns: int) -> tuple[float, str]:
         """(us of CPU a turn, a row of the table): all sessions at once, their first turn not counted."""
         from slime.utils.types import Sample
 
-        per_token = len(self.tokenizer.encode(TOOL_TEXT)) / len(TOOL_TEXT)
-        context = (TOOL_TEXT * (int(tokens / per_token) // len(TOOL_TEXT) + 1))[: int(tokens / per_token)]
+        context = self.context(tokens)
         keys = [self.gateway.open_session(sampling={"temperature": 1.0}) for _ in range(sessions)]
         self.order(keys, context, 1, is_last=False)
         each = max(turns // sessions, 2)
@@ -178,8 +217,11 @@ def main() -> None:
         print(row, flush=True)
     print(f"100k tokens / 1k tokens of context, one session: {costs[1, 100_000] / costs[1, 1000]:.1f}")
     print(f"1,000 sessions / 100 sessions: {costs[1000, 1000] / costs[100, 1000]:.2f}")
+    least = bench.floor_cost(256, 1000, args.turns)
     print(f"256 sessions: {costs[256, 1000]:.0f} us (aim 600)")
+    print(f"256 sessions of a server that only forwards and tokenises: {least:.0f} us")
     bench.gateway.stop()
+    bench.floor.stop()
     bench.peer.kill()
 
 
