@@ -18,6 +18,8 @@ from tests.unit.test_fsdp import MEGATRON, NUM_STEPS, run
 
 LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 12.0, "lora_serve": "merged"}
 
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -31,7 +33,10 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("world", "flags"),
-    [(1, {}), (2, {"lora_target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"], "lora_init": "gaussian"})],
+    [
+        (1, RECOMPUTE),
+        (2, {"lora_target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"], "lora_init": "gaussian"}),
+    ],
 )
 def test_five_steps_of_adapters_equal_those_of_megatron(
     hf: Path, tmp_path: Path, world: int, flags: dict[str, Any]

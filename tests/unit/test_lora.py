@@ -261,7 +261,11 @@ def test_an_adapter_lies_in_shared_memory_as_it_was() -> None:
         assert shared.data[start : start + tensor.nbytes].view(dtype).view(shape).equal(tensor)
 
 
-PROJECTIONS = {"self_attn": ["q_proj", "k_proj", "v_proj", "o_proj"], "mlp.experts.1": ["up_proj", "gate_proj"]}
+PROJECTIONS = {
+    "self_attn": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "mlp.experts.1": ["up_proj", "gate_proj"],
+    "latent": ["kv_a_proj_with_mqa", "q_a_proj", "q_b_proj"],
+}
 
 
 def test_an_engine_keeps_stacks_as_they_lie_and_as_sglang_would_make_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +295,8 @@ def test_an_engine_keeps_stacks_as_they_lie_and_as_sglang_would_make_them(monkey
     monkeypatch.setattr(LoRAAdapter, "initialize_weights_from_tensors", LoRAAdapter.initialize_weights_from_tensors)
     engine_patches.take_stacks()
     ours = loaded(sent, body["config_dict"])
-    assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in ours} == {"qkv_proj", "o_proj", "gate_up_proj"}
+    made = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in ours}
+    assert made == {"qkv_proj", "o_proj", "gate_up_proj", "fused_qkv_a_proj_with_mqa", "q_b_proj"}
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in theirs)
     own = shared.data.untyped_storage().data_ptr()
     assert all(tensor.untyped_storage().data_ptr() == own for tensor in ours.values()), "nothing was copied"
