@@ -160,6 +160,10 @@ FAMILIES: dict[str, tuple[MetricRow, ...]] = {
                 "near 0",
             ),
             ("rollout/partial_rollout/resumed_samples", "samples that went on from an earlier rollout", "samples"),
+            ("rollout/curriculum/pass_rate", "share of the responses that passed, dropped groups included", "share"),
+            ("rollout/curriculum/retired", "prompts that the curriculum has retired: solved", "prompts"),
+            ("rollout/curriculum/seen", "prompts of which the curriculum knows a pass rate", "prompts"),
+            ("rollout/curriculum/passed_by", "prompts that it drew and did not use", "prompts"),
             ("rollout/greedy_reward", "mean reward of the greedy responses (--advantage-estimator remax)"),
         ),
         *_rows(

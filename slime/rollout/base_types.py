@@ -200,7 +200,8 @@ class DataSourceClass(Protocol):
 
     Called: once, by the RolloutManager.
     Returns: an object with `get_samples(num_samples)` -> groups, `add_samples(groups)`, `save(rollout_id)`,
-        `load(rollout_id=None)` and `__len__` (slime.rollout.data_source.DataSource is such a class).
+        `load(rollout_id=None)` and `__len__` (slime.rollout.data_source.DataSource is such a class). If it has
+        `observe(groups)`, slime's rollout functions call it with all scored groups, and log the dict that it returns.
     """
 
     def __call__(self, args: Args) -> Any: ...

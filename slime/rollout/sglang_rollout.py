@@ -187,7 +187,11 @@ def finish_rollout(args: Args, collector: Collector, data_source: Any) -> Rollou
         every = sorted(data + collector.dropped, key=_first_index)
         with blame_hook(f"--rollout-all-samples-process-path {hook_name(path)}"):
             load_function(path)(args, every, data_source)
-    return RolloutFnTrainOutput(samples=data, metrics=collector.metrics())
+    metrics = collector.metrics()
+    if observe := getattr(data_source, "observe", None):
+        with blame_hook(f"--data-source-path {hook_name(args.data_source_path)}: observe"):
+            metrics |= observe(data + collector.dropped) or {}
+    return RolloutFnTrainOutput(samples=data, metrics=metrics)
 
 
 def restart_stale(args: Args, rollout_id: int, groups: list[Group]) -> list[Group]:

@@ -107,6 +107,17 @@ OURS = {
     "--output-dir": "where metrics and logs go",
     "--stream-prompts": "prompts larger than memory",
     "--stream-shuffle-rows": "prompts larger than memory",
+    **dict.fromkeys(
+        (
+            "--advantage-range-max",
+            "--advantage-range-min",
+            "--curriculum-lookahead",
+            "--curriculum-pass-reward",
+            "--curriculum-retire-after",
+            "--curriculum-target",
+        ),
+        "curricula",
+    ),
     "--process-reward-path": "rewards of tokens and turns",
     "--overlong-buffer-len": "soft overlong punishment",
     "--overlong-penalty-factor": "soft overlong punishment",

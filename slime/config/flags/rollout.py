@@ -154,6 +154,23 @@ class RolloutFlags:
         [], "hook (repeatable): fn(args, sample) edits a sample before its reward", repeatable=True
     )
     dynamic_sampling_filter_path: str | None = flag(None, "hook: fn(args, group) keeps or drops a group")
+    advantage_range_min: float = flag(
+        1e-6,
+        "least size of the largest advantage of a group that the filter check_advantage_range keeps",
+        needs="dynamic_sampling_filter_path",
+        at_least=0,
+    )
+    advantage_range_max: float | None = flag(
+        None, "largest size that it keeps (default: any)", needs="dynamic_sampling_filter_path", at_least=0
+    )
+    curriculum_target: float = flag(0.5, "pass rate to which CurriculumDataSource steers", at_least=0, at_most=1)
+    curriculum_lookahead: int = flag(
+        4, "prompts of the epoch of which it takes the best; the others come again in the next", at_least=1
+    )
+    curriculum_retire_after: int = flag(
+        2, "visits in a row at which a whole group passes until it retires the prompt", at_least=1
+    )
+    curriculum_pass_reward: float = flag(1.0, "reward from which a response passes")
     buffer_filter_path: str | None = flag(None, "hook: fn(args, None, buffer, num_samples) picks buffered groups")
     rollout_sample_filter_path: str | None = flag(None, "hook: fn(args, groups) sets sample.remove_sample")
     rollout_all_samples_process_path: str | None = flag(

@@ -82,6 +82,12 @@ POINTLESS: tuple[Effect, ...] = (
         "with --custom-convert-samples-to-train-data-path",
         _ONE,
     ),
+    Effect(
+        "curriculum_target curriculum_lookahead curriculum_retire_after curriculum_pass_reward",
+        lambda a: not a.data_source_path.startswith("slime.rollout.data_source"),
+        "with a --data-source-path that is no curriculum",
+        "give --data-source-path slime.rollout.sampling.curriculum:CurriculumDataSource",
+    ),
     Effect("offload_train", lambda a: not a.release_train, "with --release-train", _ONE),
     Effect("fsdp_compile", lambda a: a.accelerator != "cpu", "with --accelerator cpu", _ONE),
     Effect(

@@ -216,6 +216,11 @@ LOSS_CHECKS: tuple[Check, ...] = (
         "give --process-reward-path, or use grpo",
     ),
     _check_reward_keys,
+    Rule(
+        lambda a: a.advantage_range_max is not None and a.advantage_range_max < a.advantage_range_min,
+        "--advantage-range-max {advantage_range_max} is below --advantage-range-min {advantage_range_min}, so that no "
+        "group would be kept; raise it.",
+    ),
     # corrections between trainer and engine have both log-probs, and bounds in order
     Rule(
         lambda a: a.use_rollout_logprobs and a.use_tis,
