@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 from megatron.core.transformer.enums import AttnBackend
 
 from slime.backends.megatron_utils.data import Packing, pack
@@ -82,3 +83,21 @@ def test_where_sequences_end_is_known_without_the_device(monkeypatch: pytest.Mon
         assert varlen_attention.cu_seqlens_of(packed_seq_params).tolist() == ends
         monkeypatch.setattr(packed_seq_params, "cu_seqlens_q_padded", torch.empty(4, device="meta"))  # has no values
         assert varlen_attention.host_ends(copy.copy(packed_seq_params)) == ends
+
+
+@pytest.mark.parametrize("width", [8, 6])
+def test_the_kernel_gets_the_values_themselves_and_wider_ones_where_it_has_one_width_alone(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, value = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, width)
+    given: list[torch.Tensor] = []
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        given.append(v)
+        return torch.zeros_like(q)
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", kernel)
+    ends = torch.tensor([0, 5], dtype=torch.int32)
+    out = varlen_attention.varlen_kernel(query, key, value, (ends, ends), (5, 5), scale=0.3)
+    assert (given[0] is value) == (width == 8), "a copy costs reading and writing them"
+    assert given[0].shape == (5, 2, 8) and out.shape == (5, 4, width)

@@ -314,9 +314,11 @@ def varlen_kernel(
     if "enable_gqa" in _parameters(varlen_attn):  # torch 2.11 groups heads without being told
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     narrower = query.shape[-1] - value.shape[-1]  # of latent attention: the kernel has one width for all three
-    q, k, v = query.contiguous(), key.contiguous(), F.pad(value, (0, narrower)).contiguous()
+    if narrower:  # without, it would be a copy
+        value = F.pad(value, (0, narrower))
+    q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
     out = varlen_attn(q, k, v, *cu_seqlens, *longest, **options)
-    return out[..., : value.shape[-1]] if narrower else out
+    return out[..., : out.shape[-1] - narrower] if narrower else out
 
 
 # ---- latent attention
