@@ -166,8 +166,9 @@ def test_a_resumed_run_is_bit_by_bit_the_same_and_another_number_of_ranks_can_re
     assert all(torch.equal(exported[name], before2[name]) for name in before2)
     assert records[-len(records2) :] == records2
     assert all(torch.equal(after[name], after2[name]) for name in after)
-    run(hf, world=1, out=tmp_path / "one.pt", **rest)
-    assert_equal_runs(tmp_path / "rest.pt", tmp_path / "one.pt")
+    for world in (1, 4):
+        run(hf, world=world, out=tmp_path / "other.pt", **rest)
+        assert_equal_runs(tmp_path / "rest.pt", tmp_path / "other.pt")
 
 
 def test_biases_of_routers_are_loaded_sent_and_saved(tmp_path: Path) -> None:
