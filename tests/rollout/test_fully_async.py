@@ -1,153 +1,37 @@
-"""The fully async rollout on a scripted engine: what becomes of groups, and that no trained token is ever too old.
-
-The engine is a custom generate function that a test lets go on call by call. It writes two tokens, the first with the
-weights of its beginning, the second with those of its end, and answers like SGLang: it names only the latter.
-"""
+"""The fully async rollout on a scripted engine: what becomes of groups."""
 
 from __future__ import annotations
 
-import asyncio
-import random
 import threading
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from slime.rollout import fully_async_rollout
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
-from slime.rollout.sampling import generation
-from slime.rollout.sampling.generation import GenerateState
 from slime.rollout.sampling.weight_versions import (
     SyncSchedule,
-    WeightClock,
     note_begin,
     oldest_version,
     staleness_metrics,
     version_number,
 )
 from slime.utils.types import Sample
-from tests.unit.rollout_fakes import LetterTokenizer, rollout_args
-
-Status = Sample.Status
-GENERATE = f"{__name__}:scripted"  # by name: a path would load this file, and its engine, once more
-GROUP = 2
-
-
-class Engine:
-    """Calls in flight, each ended by the test; `birth` remembers the true version of every token."""
-
-    version = 1
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Sample, asyncio.Future[str]]] = []
-        self.birth: dict[int, int] = {}  # token -> version of the weights that wrote it
-        self.begun = 0
-
-    async def generate(self, sample: Sample) -> Sample:
-        self.begun += 1
-        first = self._token()
-        ending: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.calls.append((sample, ending))
-        how = await ending
-        if how == "crash":
-            raise ValueError("the tool broke")
-        tokens = [first] if how == "abort" else [first, self._token()]
-        meta = {"finish_reason": {"type": how}, "weight_version": str(self.version), "prompt_tokens": 1}
-        sample.tokens = sample.tokens or [0]
-        sample.append_response_tokens(tokens=tokens, log_probs=[-1.0] * len(tokens), meta_info=meta, text="x")
-        return sample
-
-    def _token(self) -> int:
-        token = len(self.birth) + 1
-        self.birth[token] = self.version
-        return token
-
-    def end(self, index: int, how: str = "stop") -> None:
-        self.calls.pop(index)[1].set_result(how)
-
-    def end_all(self, how: str = "stop") -> None:
-        while self.calls:
-            self.end(0, how)
-
-
-engine = Engine()
-BOUND = {"max_weight_staleness": 0}
-
-
-async def scripted(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    return await engine.generate(sample)
-
-
-class Source:
-    """Prompts without an end, numbered; what is given back is served first."""
-
-    def __init__(self, args: Any) -> None:
-        self.args, self.buffer, self.drawn = args, list[list[Sample]](), 0
-        self.saved: dict[int, list[int | None]] = {}
-
-    def get_samples(self, count: int) -> list[list[Sample]]:
-        return [self.buffer.pop(0) if self.buffer else self._fresh() for _ in range(count)]
-
-    def _fresh(self) -> list[Sample]:
-        self.drawn += 1
-        number, size = self.drawn - 1, self.args.n_samples_per_prompt
-        return [Sample(group_index=number, index=number * size + i, prompt=f"p{number}") for i in range(size)]
-
-    def add_samples(self, groups: list[list[Sample]]) -> None:
-        self.buffer += groups
-
-    def save(self, rollout_id: int) -> None:
-        self.saved[rollout_id] = [group[0].group_index for group in self.buffer]
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    monkeypatch.setattr(generation, "load_tokenizer", lambda name, **kw: LetterTokenizer())
-    monkeypatch.setattr(fully_async_rollout, "progress_bar", lambda *_: nullcontext(SimpleNamespace(update=int)))
-    forget()
-    yield
-    fully_async_rollout.stop_worker()
-    forget()
-
-
-def forget() -> None:
-    global engine
-    for singleton in (GenerateState, WeightClock, fully_async_rollout.Workers):
-        singleton.clear_instances()
-    engine = Engine()
-
-
-def make(concurrency: int = 4, **flags: Any) -> tuple[AsyncRolloutWorker, Source]:
-    defaults = {"rollout_batch_size": 2, "n_samples_per_prompt": GROUP, "custom_generate_function_path": GENERATE}
-    args = rollout_args(**(defaults | flags))
-    source = Source(args)
-    return AsyncRolloutWorker(args, source, concurrency=concurrency), source
-
-
-async def settle() -> None:
-    """Let every task go as far as it can."""
-    for _ in range(60):
-        await asyncio.sleep(0)
-
-
-def numbers(groups: list[list[Sample]]) -> list[int | None]:
-    return [group[0].group_index for group in groups]
-
-
-def scenario(coroutine: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, 30))
-
-
-async def collecting(worker: AsyncRolloutWorker, rollout_id: int) -> asyncio.Task[Any]:
-    task = asyncio.create_task(fully_async_rollout.collect(worker, rollout_id))
-    await settle()
-    return task
-
+from tests.rollout.async_world import (  # noqa: F401 - fresh is used by all
+    GROUP,
+    Status,
+    collecting,
+    engine,
+    follow,
+    fresh,
+    make,
+    numbers,
+    scenario,
+    settle,
+    sync,
+)
+from tests.unit.rollout_fakes import rollout_args
 
 # ---- arithmetic of versions
 
@@ -314,17 +198,6 @@ def test_the_dynamic_filter_drops_groups_and_others_take_their_place():
 # ---- old weights
 
 
-def follow(first: int = 0, end: int = 100, interval: int = 1, version: int = 1) -> None:
-    WeightClock().follow(SyncSchedule(first, end, interval))
-    WeightClock().publish(version)
-    engine.version = version
-
-
-def sync() -> None:
-    engine.version += 1
-    WeightClock().publish(engine.version)
-
-
 def test_groups_that_could_only_become_too_old_are_not_begun_before_the_sync():
     async def run() -> None:
         follow()
@@ -373,185 +246,6 @@ def test_no_group_is_begun_for_a_rollout_after_the_last():
         worker, source = make(concurrency=50)
         await collecting(worker, 0)
         assert source.drawn == 2 * 2
-        await worker.end()
-
-    scenario(run())
-
-
-class Simulation:
-    """The loop of train_async.py with requests in flight, one action at a time, in an order that a test draws."""
-
-    def __init__(self, *, bound: int, interval: int, ahead: int, end: int, partial: bool) -> None:
-        self.schedule, self.bound, self.ahead = SyncSchedule(0, end, interval), bound, ahead
-        self.worker, self.source = make(
-            concurrency=3,
-            max_weight_staleness=bound,
-            n_samples_per_prompt=1,
-            max_group_retries=1,
-            partial_rollout=partial,
-        )
-        follow(end=end, interval=interval)
-        self.published, self.trained = 1, 0
-        self.begun: list[asyncio.Task[Any]] = []
-        self.queue: asyncio.Task[Any] | None = None
-        self.used: list[int | None] = []
-
-    async def begin(self) -> bool:
-        """Begin the next rollout, as RolloutsAhead does: the manager does them one after the other."""
-        following = self.trained + len(self.begun)
-        allowed = self.schedule.version_at(following) - self.published <= self.bound
-        if following >= self.schedule.end or len(self.begun) > self.ahead or not (allowed or not self.begun):
-            return False
-        before = self.begun[-1] if self.begun else None
-
-        async def in_turn() -> Any:
-            if before is not None:
-                await asyncio.wait([before])
-            return await fully_async_rollout.collect(self.worker, following)
-
-        self.begun.append(asyncio.create_task(in_turn()))
-        return True
-
-    async def train(self) -> bool:
-        if not self.begun or not self.begun[0].done():
-            return False
-        at, output = self.schedule.version_at(self.trained), self.begun.pop(0).result()
-        assert at == self.published, "the schedule foretells the version"
-        for sample in (sample for group in output.samples for sample in group):
-            births = [engine.birth[token] for token in sample.tokens[1:]]
-            assert min(births) >= at - self.bound, "a trained token is too old"
-            assert oldest_version(sample) <= min(births), "the dump shows it younger than it is"
-            self.used.append(sample.group_index)
-        self.trained += 1
-        if self.trained % self.schedule.interval == 0:
-            engine.version += 1  # engines go on before the driver tells the manager
-            await settle()
-            self.published += 1
-            WeightClock().publish(self.published)
-        return True
-
-    async def finish(self) -> None:
-        for _ in range(10_000):
-            if self.trained == self.schedule.end:
-                break
-            engine.end_all()
-            await settle()
-            await self.train()
-            await self.begin()
-            await settle()
-        assert self.trained == self.schedule.end, "the run hangs"
-
-
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_no_trained_token_is_older_than_the_bound_whatever_ends_when(data):
-    forget()
-    number = st.integers
-
-    async def run() -> None:
-        simulation = Simulation(
-            bound=data.draw(number(0, 2), "bound"),
-            interval=data.draw(number(1, 2), "interval"),
-            ahead=data.draw(number(1, 3), "ahead"),
-            end=data.draw(number(1, 8), "end"),
-            partial=data.draw(st.booleans(), "partial"),
-        )
-        first = data.draw(number(0, 2), "calls that hang until the end")
-        for _ in range(data.draw(number(0, 40), "actions")):
-            action = data.draw(st.sampled_from(["end", "end", "end", "abort", "crash", "go on", "go on"]))
-            if action == "go on":
-                await simulation.train()
-                await simulation.begin()
-            elif len(engine.calls) > first:
-                how = "stop" if action == "end" else action
-                engine.end(data.draw(number(first, len(engine.calls) - 1)), how)
-            await settle()
-        await simulation.finish()
-        assert len(set(simulation.used)) == len(simulation.used), "a prompt was trained on twice"
-        await simulation.worker.end()
-
-    scenario(run())
-
-
-# ---- in order (--deterministic)
-
-
-async def in_order(rng: random.Random, source: Source, *, first: int, end: int, bound: int) -> dict[int, list[Any]]:
-    """The driver's loop; when each call ends, crashes or is aborted, `rng` draws. Every second rollout is saved.
-
-    Returns:
-        rollout -> (prompt, how many rollouts the weights had seen that wrote its tokens) of each group.
-    """
-    global engine
-    engine = Engine()
-    WeightClock.clear_instances()
-    schedule = SyncSchedule(first, end, stops_every=(2,))
-    WeightClock().follow(schedule)
-    WeightClock().publish(1)
-    worker = AsyncRolloutWorker(source.args, source, concurrency=rng.randint(2, 5))
-
-    async def some_end() -> None:
-        for _ in range(rng.randint(0, len(engine.calls))):
-            engine.end(rng.randrange(len(engine.calls)), rng.choice(["stop"] * 8 + ["crash", "abort"]))
-        await settle()
-
-    async def until(task: asyncio.Task[Any]) -> Any:
-        await settle()
-        while not task.done():
-            await some_end()
-        return task.result()
-
-    trained = {}
-    for rollout_id in range(first, end):
-        output = await until(asyncio.create_task(fully_async_rollout.collect(worker, rollout_id)))
-        births = [[engine.birth[token] for sample in group for token in sample.tokens[1:]] for group in output.samples]
-        trained[rollout_id] = [
-            (number, {first + birth - 1 for birth in of_group})
-            for number, of_group in zip(numbers(output.samples), births, strict=True)
-        ]
-        if (rollout_id + 1) % 2 == 0:
-            assert worker.outstanding() == [], "nothing is in flight behind a rollout that is saved"
-        await some_end()  # meanwhile it is trained
-        await until(asyncio.create_task(worker.settle()))
-        sync()
-    await worker.end()
-    return trained
-
-
-@pytest.mark.parametrize("bound", [0, 1, 2])
-def test_in_order_each_rollout_has_the_same_groups_of_the_same_weights_whatever_ends_when(bound):
-    flags = {"max_group_retries": 100, "max_weight_staleness": bound, "deterministic": True}
-
-    def run(seed: int, first: int = 0, drawn: int = 0) -> dict[int, list[Any]]:
-        source = make(n_samples_per_prompt=1, **flags)[1]
-        source.drawn = drawn
-        return scenario(in_order(random.Random(seed), source, first=first, end=8, bound=bound))
-
-    expected = run(0)
-    # Two groups a rollout, in the order of the prompts; each of one version, at most `bound` older than the trainer,
-    # and none older than the last rollout that was saved: 1, 3, 5.
-    assert expected == {r: [(2 * r + i, {max(0, r - bound, r // 2 * 2)}) for i in range(2)] for r in range(8)}
-    for seed in range(1, 12):
-        assert run(seed) == expected
-    for stopped_behind in (1, 3, 5):
-        resumed = run(stopped_behind, first=stopped_behind + 1, drawn=2 * (stopped_behind + 1))
-        assert resumed == {number: groups for number, groups in expected.items() if number > stopped_behind}
-
-
-def test_in_order_a_group_that_never_works_is_replaced_behind_the_others_of_its_weights():
-    async def run() -> None:
-        follow()
-        worker, _ = make(concurrency=4, n_samples_per_prompt=1, max_group_retries=0, deterministic=True, **BOUND)
-        task = await collecting(worker, 0)
-        assert [sample.group_index for sample, _ in engine.calls] == [0, 1]
-        engine.end(0, "crash")
-        await settle()
-        assert [sample.group_index for sample, _ in engine.calls] == [1, 2]
-        engine.end(1)
-        await settle()
-        assert not task.done(), "group 2 has to wait for group 1"
-        engine.end(0)
-        assert numbers((await task).samples) == [1, 2]
         await worker.end()
 
     scenario(run())
