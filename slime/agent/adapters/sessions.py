@@ -6,7 +6,6 @@ Wait graph: `Sessions.shutdown` waits for the turns of a session, `wait_timeout`
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import logging
 import secrets
@@ -152,7 +151,7 @@ class Sessions:
         answer.is_recorded = True
         prompt, tools = answer.prompt, answer.tools
         turn = answer.turn = kept(prompt, answer.turn)
-        answer.prompt = dataclasses.replace(prompt, ids=turn.prompt_ids, before=None)  # answers are kept for a while
+        answer.prompt = Prompt(turn.prompt_ids, prompt.messages, prompt.digest)  # answers are kept for a while
         message = answer.reply.manager_message if turn.output_ids else None
         metadata = {"sid": sid, "tools": tools}
         self.manager.record_turn(
