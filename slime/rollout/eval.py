@@ -11,6 +11,7 @@ most `_ABORT_DEADLINE_S`). The evaluation waits for all of them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
 import time
@@ -22,10 +23,12 @@ from slime.rollout.base_types import RolloutFnEvalOutput, flatten
 from slime.rollout.hooks.sample_errors import SampleError
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sampling.generation import GenerateState, generate_and_rm, sampling_seed
+from slime.rollout.sampling.images import with_small_images
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.data import Dataset
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig
+from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import image_options
 from slime.utils.rewards import part_of
@@ -100,23 +103,30 @@ async def eval_rollout_single_dataset(args: Args, rollout_id: int, dataset_cfg: 
     dataset = EvalDatasets().get(args, dataset_cfg, state.tokenizer)
     params = eval_sampling_params(dataset_cfg)
     repetitions = dataset_cfg.n_samples_per_eval_prompt
-    with progress_bar(len(dataset) * repetitions, f"eval {dataset_cfg.name}") as bar:
-        calls = []
-        for position, prompt in enumerate(dataset.samples):
+    at_once = 2 * args.sglang_server_concurrency * get_rollout_num_engines(args)
+    places = asyncio.Semaphore(max(at_once // repetitions, 1)) if dataset_cfg.multimodal_keys else None
+
+    async def of_prompt(position: int) -> list[Sample | None]:
+        async with places or contextlib.nullcontext():  # the images of a whole data set would fill the memory
+            prompt, calls = dataset[position], []
             for repetition in range(repetitions):
                 sample = eval_sample(dataset_cfg, prompt, index=position * repetitions + repetition, group=position)
                 # Upstream gives repetition j of every prompt the seed rollout_seed + j. Prompts of one length then
                 # draw the same noise and err together: the accuracy says more about the seed than about the model.
                 seed = sampling_seed(args.rollout_seed, "eval", position, repetition)
                 calls.append(_one(args, sample, _with_seed(args, params, seed), bar))
-        made = [sample for sample in await gather_or_cancel(calls) if sample is not None]
+            return list(await gather_or_cancel(calls))
+
+    with progress_bar(len(dataset) * repetitions, f"eval {dataset_cfg.name}") as bar:
+        groups = await gather_or_cancel(of_prompt(position) for position in range(len(dataset)))
+    made = [sample for group in groups for sample in group if sample is not None]
     samples = [sample for sample in made if sample.counts(args)]
     key = args.eval_reward_key or args.reward_key
     return {
         "rewards": [_reward(sample, key, dataset_cfg.name) for sample in samples],
         "truncated": [sample.status is Sample.Status.TRUNCATED for sample in samples],
         "samples": samples,
-        "num_failed": len(calls) - len(made),
+        "num_failed": len(dataset) * repetitions - len(made),
         **({"untrusted": untrusted} if (untrusted := [one for one in made if not one.counts(args)]) else {}),
     }
 
@@ -161,6 +171,7 @@ async def _one(args: Args, sample: Sample, params: dict[str, Any], bar: Any) -> 
             completed = await _until_not_aborted(args, sample.snapshot(), params)
             bar.update(1)
             completed.multimodal_train_inputs = None  # untrained; a whole data set's would fill the memory
+            completed.multimodal_inputs = with_small_images(completed)
             return completed
         except SampleError as error:
             if args.on_sample_error == "fail":

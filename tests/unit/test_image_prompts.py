@@ -28,6 +28,7 @@ from slime.rollout.sampling.images import (
 from slime.rollout.tool_calls import EnvError
 from slime.rollout.train_data import samples_to_train_data
 from slime.utils.errors import UsageError
+from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.train_data import flatten_columns, restore_columns
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import LetterTokenizer, rollout_args
@@ -255,4 +256,41 @@ def test_an_evaluation_keeps_no_arrays_for_a_trainer(monkeypatch: pytest.MonkeyP
     bar = SimpleNamespace(update=lambda count: None)
     found = asyncio.run(evaluation._one(rollout_args(), asked, {}, bar))
     assert found is not None and found.multimodal_train_inputs is None and found.image_spans == [[1, 4]]
+    assert found.multimodal_inputs is not None and found.multimodal_inputs["images"][0].size == (4, 2)
     assert asked.multimodal_train_inputs is not None, "the samples of other repetitions stay as they are"
+
+
+class Drawn:
+    """A data set of ten prompts with large images; counts those that are drawn and not evaluated yet."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, place: int) -> Sample:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        return a_sample(multimodal_inputs={"images": [Image.new("RGB", (1000, 500))]}, reward=float(place))
+
+
+def test_an_evaluation_opens_images_when_their_prompt_is_evaluated_and_keeps_small_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = Drawn()
+
+    async def made(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
+        await asyncio.sleep(0.01)
+        drawn.now -= 0.5  # type: ignore[assignment]  # two samples of each prompt
+        return sample
+
+    monkeypatch.setattr(evaluation, "_until_not_aborted", made)
+    monkeypatch.setattr(evaluation, "GenerateState", lambda args: SimpleNamespace(tokenizer=None))
+    monkeypatch.setattr(evaluation.EvalDatasets, "get", lambda *_: drawn)
+    args = rollout_args(sglang_server_concurrency=3)
+    config = EvalDatasetConfig("p", "p.jsonl", multimodal_keys={"image": "i"}, n_samples_per_eval_prompt=2)
+    found = asyncio.run(evaluation.eval_rollout_single_dataset(args, 0, config))
+    assert drawn.most == 3, "as many samples as two rounds of the engine, of two each"
+    assert found["rewards"] == [float(place) for place in range(10) for _ in range(2)] and found["num_failed"] == 0
+    assert {image.size for s in found["samples"] for image in s.multimodal_inputs["images"]} == {(320, 160)}

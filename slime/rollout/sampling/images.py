@@ -43,6 +43,7 @@ from slime.utils.types import Sample
 T = TypeVar("T")
 _NOT_PIXELS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 _KEPT_PROMPTS, _KEPT_IMAGES = 32, 256
+_SHOWN_SIDE = 320
 _threads = DaemonThreads("processor", 8)
 
 
@@ -246,6 +247,7 @@ class _Recent(Generic[T]):
 
 _prompts: _Recent[asyncio.Future[ImagePrompt]] = _Recent(_KEPT_PROMPTS)
 _uris: _Recent[str] = _Recent(_KEPT_IMAGES)
+_small: _Recent[Any] = _Recent(_KEPT_IMAGES)
 
 
 async def read_prompt_once(processor: Any, tokenizer: Any, text: str, images: list[Any]) -> ImagePrompt:
@@ -267,6 +269,20 @@ def with_images(sample: Sample, images: list[Any]) -> dict[str, Any] | None:
     """The inputs of a sample with more images."""
     old = sample.multimodal_inputs or {}
     return {**old, "images": [*(old.get("images") or []), *images]} if images else sample.multimodal_inputs
+
+
+def with_small_images(sample: Sample) -> dict[str, Any] | None:
+    """The inputs of a sample with small copies of its images, which are all that is shown of one that is done."""
+    inputs = sample.multimodal_inputs
+    if not has_images(sample) or inputs is None:
+        return inputs
+    return {**inputs, "images": [_small.get(image, None, partial(_small_copy, image)) for image in inputs["images"]]}
+
+
+def _small_copy(image: Any) -> Any:
+    small = image.copy()
+    small.thumbnail((_SHOWN_SIDE, _SHOWN_SIDE))
+    return small
 
 
 def has_images(sample: Sample) -> bool:
