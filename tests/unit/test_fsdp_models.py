@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from slime.config.parse import CommandLine
 from slime.config.rules.backends import unsupported_models
 from slime.utils.errors import UsageError
+from slime.weights.names import text_config
 from tests.integration.trainer_world import trainer_args
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tests.unit.test_fsdp import MEGATRON
@@ -30,6 +31,9 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+SEEING = {"vision_config": {"depth": 2}}
+
+
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
@@ -39,11 +43,16 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0, which is not built"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "angles depend on a pack's longest sample"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+        ({"model_type": "gemma3", **SEEING, "text_config": {"layer_types": ["full_attention"]}}, "in both directions"),
+        (
+            {"model_type": "qwen3_5", **SEEING, "text_config": {"layer_types": ["linear_attention"]}},
+            "'qwen3_5' has layers of l",
+        ),
     ],
     ids=str,
 )
 def test_a_model_whose_result_would_not_be_exact_is_refused(config: dict[str, Any], sentence: str) -> None:
-    (problem,) = unsupported_models(make_args(), config)
+    (problem,) = unsupported_models(make_args(), text_config(config))
     assert sentence in problem
 
 
