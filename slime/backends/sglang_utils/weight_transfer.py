@@ -116,13 +116,20 @@ class SharedTensors(NamedTuple):
 
     Attributes:
         data: uint8 [num_bytes], the memory; new for each adapter.
-        places: what lies where, for engines: those that they fuse are one.
-        tensors: views of it, by PEFT's names.
+        places: what lies where, for engines: those that they fuse are one. parts: the same by PEFT's names.
     """
 
     data: torch.Tensor
     places: tuple[Place, ...]
-    tensors: dict[str, torch.Tensor]
+    parts: tuple[Place, ...]
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Views of the memory, by PEFT's names."""
+        sized = [
+            (name, shape, dtype, start, shape.numel() * dtype.itemsize) for name, shape, dtype, start in self.parts
+        ]
+        return {name: self.data[at : at + size].view(dtype).view(shape) for name, shape, dtype, at, size in sized}
 
 
 class SharedRoom:
@@ -174,25 +181,23 @@ def in_shared_memory(tensors: Mapping[str, torch.Tensor], room: SharedRoom | Non
     import torch
 
     stacks = stacks_of(tensors)
-    order = [name for names in stacks.values() for name in names]
-    flat = [tensors[name].detach().contiguous().reshape(-1).view(torch.uint8) for name in order]
-    starts = [0, *itertools.accumulate(part.numel() for part in flat)]
-    if room is None or room.data.numel() != starts[-1]:
-        room = SharedRoom(starts[-1])
-    data = room.data
-    if flat[0].device == data.device:
-        torch.cat(flat, out=data)
+    order = [(name, tensors[name]) for names in stacks.values() for name in names]
+    flat = [tensor.detach().reshape(-1) for _, tensor in order]
+    begins = dict(zip(dict(order), itertools.accumulate((part.nbytes for part in flat), initial=0), strict=False))
+    num_bytes = sum(part.nbytes for part in flat)
+    if room is None or room.data.numel() != num_bytes:
+        room = SharedRoom(num_bytes)
+    as_elements = room.data.view(flat[0].dtype)
+    if flat[0].device == as_elements.device:
+        torch.cat(flat, out=as_elements)
     else:
-        data.copy_(torch.cat(flat))
-    begins, views = dict(zip(order, starts, strict=False)), {}
-    for name, start in begins.items():
-        tensor = tensors[name]
-        views[name] = data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        as_elements.copy_(torch.cat(flat))
     places = []
     for engines_name, names in stacks.items():
         first, rows = tensors[names[0]], sum(len(tensors[name]) for name in names)
         places.append((engines_name, torch.Size((rows, *first.shape[1:])), first.dtype, begins[names[0]]))
-    return SharedTensors(data, tuple(places), views)
+    parts = tuple((name, tensor.shape, tensor.dtype, begins[name]) for name, tensor in order)
+    return SharedTensors(room.data, tuple(places), parts)
 
 
 @contextmanager
