@@ -64,7 +64,7 @@ const PAGE_KEYWORDS = {
   "docs/disaggregated": "separate gpus apart own gpus",
   "docs/engines": "restart settings flags vllm cuda graph kv cache quantized sglang server external engine router several models pd speculative decoding draft mtp eagle port address in use version",
   "docs/parallelism": "70b 235b shard split model across tensor pipeline context data parallel tp pp cp dp layout sequence long large model how many gpus",
-  "docs/determinism": "replicate exactly numbers every run identical twice repeat reproducible reproducibility seed same result deterministic bitwise",
+  "docs/determinism": "fix fixed random seed replicate exactly numbers every run identical twice repeat reproducible reproducibility seed same result deterministic bitwise",
   "docs/model_families": "gemma mistral phi list use my supported models which models qwen llama glm deepseek",
   "docs/security": "data leave sends telemetry internet outside open ports token password key secret network attack expose safe ray dashboard api key engine pass",
   "docs/migration": "migrate verl trl openrlhf from switch port",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 
 from slime.rollout.hooks.sample_errors import SampleError
 from slime.rollout.rm_hub import service
 from slime.rollout.rm_hub.service import RewardError, score_turns
+from slime.rollout.sampling.curriculum import CurriculumDataSource
 from slime.rollout.sampling.generation import generate
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample
@@ -119,3 +121,28 @@ def test_the_served_reward_model_scores_each_turn_up_to_its_end(letters, start_s
     assert run(score_turns(rollout_args(), sample)) == [2.0, 5.0]
     assert asked == ["ab", "abTcd"]
     service._policy_tokenizer.cache_clear()
+
+
+def test_a_curriculum_over_a_stream_goes_on_with_the_same_groups_and_rewards(make, tmp_path):
+    """Every part together, through the loop and a checkpoint: --prompt-data is a directory."""
+    (tmp_path / "many").mkdir()
+    for name, letters in (("a", "bcde"), ("b", "fghij")):
+        rows = [json.dumps({"input": f"p{letter}"}) for letter in letters]
+        (tmp_path / "many" / f"{name}.jsonl").write_text("\n".join(rows))
+    flags = {"prompt_data": str(tmp_path / "many"), "process_reward_path": f"{HERE}:by_place", **TURNS}
+    flags |= {"rollout_shuffle": True, "stream_shuffle_rows": 4, "curriculum_pass_reward": 4.0}
+
+    def rollouts(source, numbers):
+        drawn = [samples_of(generate_rollout(source.args, number, source)) for number in numbers]
+        return [[(s.prompt, s.index, s.token_rewards, s.turn_rewards) for s in samples] for samples in drawn]
+
+    args, _ = make("b", **flags)
+    whole = CurriculumDataSource(args)
+    rollouts(whole, range(3))
+    whole.save(2)
+    expected = rollouts(whole, range(3, 9))
+    resumed = CurriculumDataSource(args)
+    resumed.load(2)
+    assert rollouts(resumed, range(3, 9)) == expected
+    drawn = {prompt for rollout in expected for prompt, *_ in rollout}
+    assert len(drawn) > 2 and drawn <= {f"p{letter}" for letter in "bcdefghij"}
