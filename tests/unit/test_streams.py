@@ -154,6 +154,14 @@ def test_rows_that_cannot_be_used_are_passed_by_or_named(tmp_path: Path) -> None
         drawn(source(str(tmp_path / "a.jsonl"), skip_malformed_data=True, **flags), 1)
 
 
+@pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04 cut off"])
+def test_an_index_that_cannot_be_read_is_made_again(tmp_path: Path, content: bytes) -> None:
+    path = make("a.jsonl", tmp_path)
+    Path(path + ".index.npz").write_bytes(content)
+    assert len(Stream(path)) == len(ROWS)
+    assert Path(path + ".index.npz").read_bytes() != content
+
+
 def test_an_index_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(jsonl(ROWS))

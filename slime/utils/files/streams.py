@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import zipfile
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -76,8 +77,11 @@ class JsonlBlocks:
         index = Path(self._path + ".index.npz")
         if not self._is_local or not index.is_file():
             return None
-        with np.load(index) as kept:
-            return (kept["starts"], int(kept["num_lines"])) if kept["stamp"].tolist() == self._stamp else None
+        try:
+            with np.load(index) as kept:
+                return (kept["starts"], int(kept["num_lines"])) if kept["stamp"].tolist() == self._stamp else None
+        except (*_UNREADABLE, EOFError, KeyError, zipfile.BadZipFile):  # cut off, or another program's
+            return None
 
     @property
     def _is_local(self) -> bool:
