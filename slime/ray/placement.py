@@ -112,7 +112,7 @@ def connect_ray(args: Args) -> Path | None:
             _join(address)
         else:
             check_address_space(address_limit(), resolve_object_store_memory(estimate_available_memory()))
-            folder = _private_folder()
+            folder = private_folder()
             connecting.callback(shutil.rmtree, folder, ignore_errors=True)  # nobody else knows of it yet
             connecting.callback(ray.shutdown)
             # A Ray of our own finds the machine's GPUs by itself; slots have to be given.
@@ -122,7 +122,7 @@ def connect_ray(args: Args) -> Path | None:
                 options["num_cpus"] = cores  # Ray starts a worker for each core, also for those that are not ours
             with _on_this_machine():
                 try:
-                    _init(address="local", include_dashboard=False, _temp_dir=str(folder / "ray"), **options)
+                    init_ray(address="local", include_dashboard=False, _temp_dir=str(folder / "ray"), **options)
                 except Exception as error:
                     if type(error) is not Exception:
                         raise
@@ -139,7 +139,7 @@ def _join(address: str) -> None:
     if refusal := _unreachable(address):
         raise UsageError(f"RAY_ADDRESS={address}: no Ray answers there ({refusal}); unset it or start one")
     try:
-        _init(address=address)
+        init_ray(address=address)
     except AuthenticationError:
         raise UsageError(
             f"RAY_ADDRESS={address}: this Ray asks for a token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH "
@@ -178,7 +178,7 @@ def _unreachable(address: str) -> str | None:
     return out_of_reach(host.strip("[]"), int(port)) if host and port.isdigit() and "/" not in host else None
 
 
-def _private_folder() -> Path:
+def private_folder() -> Path:
     """Make the folder of a Ray of our own, which nobody else can enter, and have that Ray ask for a token kept there.
 
     Otherwise any user of the machine could connect to it, read its files, and so become the user of the run. Ray opens
@@ -219,7 +219,7 @@ def _on_this_machine() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-def _init(**options: Any) -> None:
+def init_ray(**options: Any) -> None:
     """ray.init, which takes SIGTERM for itself, without that: ending a run is the driver's business."""
     handler = signal.getsignal(signal.SIGTERM)
     ray.init(logging_level=logging.ERROR, log_to_driver=True, **options)

@@ -5,7 +5,7 @@ ends aborts every request of the engines; an evaluation sample that this hits is
 metrics: that is slime.observability.rollout_metrics.
 
 Wait graph: a sample waits for the semaphore, its requests and its grader; after an abort for the end of that abort (at
-most `_ABORT_DEADLINE_S`). The evaluation waits for all of them.
+most `ABORT_DEADLINE_S`). The evaluation waits for all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 _MOST_ABORTS = 50  # of one sample, by rollouts that end
-_ABORT_DEADLINE_S = 300.0
+ABORT_DEADLINE_S = 300.0
 _ABORT_POLL_S = 0.1
 
 
@@ -188,7 +188,7 @@ async def _until_not_aborted(args: Args, sample: Sample, params: dict[str, Any])
         completed = flatten(await generate_and_rm(args, sample.snapshot(), dict(params), evaluation=True))
         if not any(one.status is Sample.Status.ABORTED for one in completed):
             return completed[-1]
-        deadline = time.monotonic() + _ABORT_DEADLINE_S
+        deadline = time.monotonic() + ABORT_DEADLINE_S
         while state.aborted and time.monotonic() < deadline:
             await asyncio.sleep(_ABORT_POLL_S)
     raise SampleError(f"evaluation sample {sample.index} was aborted {_MOST_ABORTS} times")

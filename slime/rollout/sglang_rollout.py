@@ -58,7 +58,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 Group = list[Sample]
 _ABORT_EVERY_S = 1.0
-_ABORT_DEADLINE_S = 60.0
+ABORT_DEADLINE_S = 60.0
 
 
 def generate_rollout(
@@ -132,7 +132,7 @@ async def _abort(args: Args, rollout_id: int, collector: Collector) -> list[Grou
     state = GenerateState(args)
     state.aborted = True  # from here on no scoring begins
     returned = []
-    deadline = time.monotonic() + _ABORT_DEADLINE_S
+    deadline = time.monotonic() + ABORT_DEADLINE_S
     state.stop_scoring()
     while state.pendings:
         await _abort_engines(args)

@@ -204,10 +204,10 @@ async def post(
     if timeout_s is not None:
         return await post_body(url, body, headers, max_retries, timeout_s=timeout_s)
     send = CLIENT.transport or post_body
-    return await _outside_outages(url, lambda: send(url, body, headers, max_retries))
+    return await outside_outages(url, lambda: send(url, body, headers, max_retries))
 
 
-async def _outside_outages(url: str, send: Callable[[], Awaitable[Any]]) -> Any:
+async def outside_outages(url: str, send: Callable[[], Awaitable[Any]]) -> Any:
     """Send a request when its server has no outage, and again where one began meanwhile."""
     while True:
         await OUTAGES.over(url)
@@ -245,7 +245,7 @@ async def get(url: str, max_retries: int = 60, *, timeout_s: float | None = None
         attempts = _Attempts("GET", url, max_retries, waits_for_outages=timeout_s is None)
         return await _request(attempts, timeout_s, headers=headers_for(url))
 
-    return await (send() if timeout_s is not None else _outside_outages(url, send))
+    return await (send() if timeout_s is not None else outside_outages(url, send))
 
 
 async def _request(attempts: _Attempts, timeout_s: float | None, **content: Any) -> Any:

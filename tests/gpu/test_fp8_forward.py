@@ -57,7 +57,7 @@ def test_experts_have_the_products_of_the_emulation(counts: Sequence[int], monke
     rows = normal(sum(counts), HIDDEN)
     weights = [normal(WIDTH, HIDDEN, seed=1 + expert) for expert in range(len(counts))]
     found = fp8_forward.fp8_grouped_product(rows, weights, counts, torch.empty(0), is_ue8m0=False)
-    monkeypatch.setattr(fp8_forward, "_is_on_gpu", lambda _: False)
+    monkeypatch.setattr(fp8_forward, "is_on_gpu", lambda _: False)
     expected = fp8_forward.fp8_grouped_product(rows, weights, counts, torch.empty(0), is_ue8m0=False)
     assert found.shape == expected.shape == (sum(counts), WIDTH)
     assert not sum(counts) or relative(found, expected) < 4e-3

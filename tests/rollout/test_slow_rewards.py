@@ -88,7 +88,7 @@ def calls(monkeypatch):
     """The counters of the rewards; the minute after which a rollout cancels what is left never comes."""
     counters = load_function(f"{__file__}:Calls")  # a file that is named as a hook is a module of its own
     counters.hang, counters.begun, counters.cancelled = {0, 1}, 0, 0
-    monkeypatch.setattr(sglang_rollout, "_ABORT_DEADLINE_S", 5.0)
+    monkeypatch.setattr(sglang_rollout, "ABORT_DEADLINE_S", 5.0)
     yield counters
     WeightClock.clear_instances()
 

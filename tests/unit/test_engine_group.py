@@ -45,7 +45,7 @@ def form(monkeypatch: pytest.MonkeyPatch) -> Any:
     """form(engines, deadline_s) with a trainer's side that takes part at once."""
     monkeypatch.setattr(from_distributed, "get_current_node_ip", lambda: "127.0.0.1")
     monkeypatch.setattr(from_distributed, "init_process_group", lambda **how: how["group_name"])
-    monkeypatch.setattr(from_distributed, "_send_one", lambda group: None)
+    monkeypatch.setattr(from_distributed, "send_one", lambda group: None)
 
     def formed(engines: list[Any], deadline_s: float = 20.0) -> Any:
         fleet = EngineFleet(engines, deadline_s=deadline_s)
@@ -109,7 +109,7 @@ def test_a_trainer_whose_own_side_fails_says_why(form: Any, monkeypatch: pytest.
     def fail(group: Any) -> None:
         raise RuntimeError("NCCL error: unhandled system error")
 
-    monkeypatch.setattr(from_distributed, "_send_one", fail)
+    monkeypatch.setattr(from_distributed, "send_one", fail)
     with pytest.raises(NoLinkError, match="an engine did not receive a first broadcast .*: RuntimeError: NCCL error"):
         form([Engine(0)])
 

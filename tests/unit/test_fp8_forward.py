@@ -297,7 +297,7 @@ def check_deep_gemm(_: argparse.Namespace) -> None:
     sys.modules["deep_gemm"] = fake_deep_gemm(alignment=8)
     found = []
     for is_on_gpu in (False, True):
-        fp8_forward._is_on_gpu = lambda _, answer=is_on_gpu: answer
+        fp8_forward.is_on_gpu = lambda _, answer=is_on_gpu: answer
         grouped = fp8_grouped_product(rows.flatten(0, 1), weights, counts, torch.empty(0), is_ue8m0=False)
         empty = fp8_product(rows[:0], weights[0], None, False)
         found.append([fp8_product(rows, weights[0], bias, True), grouped, empty])

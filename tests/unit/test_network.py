@@ -111,8 +111,8 @@ def test_a_ray_of_our_own_that_does_not_start_is_one_error_and_leaves_no_folder(
     folder.mkdir()
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(placement, "slot_layout", lambda args: Namespace(total=1))
-    monkeypatch.setattr(placement, "_private_folder", lambda: folder)
-    monkeypatch.setattr(placement, "_init", timed_out)
+    monkeypatch.setattr(placement, "private_folder", lambda: folder)
+    monkeypatch.setattr(placement, "init_ray", timed_out)
     monkeypatch.setattr(placement.ray, "shutdown", lambda: None)
     with pytest.raises(RuntimeError, match="Ray did not start; is this machine very busy. Ray says: The current node"):
         placement.connect_ray(Namespace(accelerator="cpu"))
@@ -127,8 +127,8 @@ def test_a_ray_of_our_own_has_the_cores_that_the_run_may_use(
     seen: list[Any] = []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(placement, "slot_layout", lambda args: Namespace(total=1))
-    monkeypatch.setattr(placement, "_private_folder", lambda: tmp_path)
-    monkeypatch.setattr(placement, "_init", lambda **options: seen.append(options.get("num_cpus")))
+    monkeypatch.setattr(placement, "private_folder", lambda: tmp_path)
+    monkeypatch.setattr(placement, "init_ray", lambda **options: seen.append(options.get("num_cpus")))
     monkeypatch.setattr(placement.ray, "cluster_resources", lambda: {"slime_slot": 1})
     monkeypatch.setattr(placement.os, "sched_getaffinity", lambda process: set(range(6)))
     monkeypatch.setattr(placement.os, "cpu_count", lambda: of_machine)
@@ -143,7 +143,7 @@ def test_a_ray_that_asks_for_no_token_is_warned_of(
     """The stand-ins are of a Ray that runs already; what matters is whether there is a token for it."""
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     monkeypatch.setattr(placement, "slot_layout", lambda args: Namespace(total=1))
-    monkeypatch.setattr(placement, "_init", lambda **options: None)
+    monkeypatch.setattr(placement, "init_ray", lambda **options: None)
     monkeypatch.setattr(placement.ray, "cluster_resources", lambda: {"slime_slot": 1})
     monkeypatch.setattr(placement, "is_token_auth_enabled", lambda: asks)
     assert placement.connect_ray(Namespace(accelerator="cpu")) is None

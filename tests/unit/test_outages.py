@@ -113,7 +113,7 @@ def test_a_request_that_fails_just_when_an_outage_is_given_up_says_why(router: t
         raise HttpError("no available workers", status=503)
 
     with pytest.raises(HttpError, match="has no engine any more: engine 0 has ended"):
-        asyncio.run(http_utils._outside_outages(url, send))
+        asyncio.run(http_utils.outside_outages(url, send))
 
 
 def test_a_request_that_fails_just_when_the_outage_ends_is_sent_again(router: tuple[str, type[_Router]]) -> None:
@@ -128,7 +128,7 @@ def test_a_request_that_fails_just_when_the_outage_ends_is_sent_again(router: tu
             raise HttpError("no available workers", status=503)
         return "answer"
 
-    assert asyncio.run(http_utils._outside_outages(url, send)) == "answer"
+    assert asyncio.run(http_utils.outside_outages(url, send)) == "answer"
 
 
 def test_a_cancelled_request_does_not_end_the_wait_of_the_others() -> None:

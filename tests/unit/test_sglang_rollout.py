@@ -391,7 +391,7 @@ def test_one_failing_call_cancels_its_siblings():
 
 
 def test_a_group_that_ignores_the_abort_is_cancelled(make, monkeypatch):
-    monkeypatch.setattr(sglang_rollout, "_ABORT_DEADLINE_S", 0.1)
+    monkeypatch.setattr(sglang_rollout, "ABORT_DEADLINE_S", 0.1)
     monkeypatch.setattr(sglang_rollout, "_ABORT_EVERY_S", 0.05)
     args, source = make("bcz", rollout_batch_size=2, over_sampling_batch_size=3, n_samples_per_prompt=1)
     args.custom_generate_function_path = f"{__file__}:stubborn"

@@ -219,7 +219,7 @@ def fp8_product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     """
     rows = Scaled(*quantize_rows(input.flatten(0, -2), BLOCK))
     of_weight = Scaled(*quantize_blocks(weight, (BLOCK, BLOCK), ue8m0=is_ue8m0))
-    multiply = _deep_gemm_product if _is_on_gpu(input) else emulated_product
+    multiply = _deep_gemm_product if is_on_gpu(input) else emulated_product
     output = multiply(rows, of_weight).to(input.dtype).unflatten(0, input.shape[:-1])
     return output if bias is None else output + bias
 
@@ -248,7 +248,7 @@ def fp8_grouped_product(
     tall = [stacked(weights).flatten(0, 1)] if weights[0].shape[0] % BLOCK == 0 else weights
     pairs = [quantize_blocks(weight, (BLOCK, BLOCK), ue8m0=is_ue8m0) for weight in tall]
     of_weights = Scaled(*(torch.cat(part).unflatten(0, (len(weights), -1)) for part in zip(*pairs, strict=True)))
-    if _is_on_gpu(rows):
+    if is_on_gpu(rows):
         return _deep_gemm_grouped_product(rows, of_weights, counts)
     quantized = Scaled(*quantize_rows(rows, BLOCK))
     parts = zip(*(part.split(list(counts)) for part in quantized), *of_weights, strict=True)
@@ -262,7 +262,8 @@ def emulated_product(rows: Scaled, weight: Scaled) -> torch.Tensor:
     return (left @ right.t()).bfloat16()
 
 
-def _is_on_gpu(tensor: torch.Tensor) -> bool:
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether real CUDA kernels can take a tensor."""
     return tensor.device.type == "cuda"  # the CPU stand-ins for CUDA answer is_cuda
 
 

@@ -116,11 +116,12 @@ def form_group(
     group: dist.ProcessGroup = steps.wait("did not join the trainer's process group", joining, join)
     if len(ours) == len(fleet):
         trying = fleet.start("try_broadcast", name)
-        steps.wait(f"did not receive a first broadcast over {backend}", trying, lambda: _send_one(group))
+        steps.wait(f"did not receive a first broadcast over {backend}", trying, lambda: send_one(group))
     return group
 
 
-def _send_one(group: dist.ProcessGroup) -> None:
+def send_one(group: dist.ProcessGroup) -> None:
+    """Broadcast one byte, in which a communicator is made, or fails."""
     device = accelerator.current_device()
     dist.broadcast(torch.ones(1, dtype=torch.uint8, device=device), 0, group=group)
     if device.type == "cuda":
