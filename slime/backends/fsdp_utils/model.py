@@ -84,7 +84,8 @@ def _attend(
     asked = {"a mask": attention_mask, "a soft cap": softcap, "sinks": s_aux, "chosen keys": indices}
     if found := [name for name, value in asked.items() if value is not None]:
         raise ValueError(f"{type(module).__name__} asks for {' and '.join(found)}, which packed attention has not")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    # not x[0], whose gradient is a copy into zeros
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     use_kernel = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
     if (group := context_parallel_group()) is not None:
@@ -153,7 +154,7 @@ def rotate_both(
         q, k = rotate_both(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2)
     cos, sin = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
-    q, k = (rotate(x[0].transpose(0, 1), cos, sin, False, False).transpose(0, 1)[None] for x in (q, k))
+    q, k = (rotate(x.squeeze(0).transpose(0, 1), cos, sin, False, False).transpose(0, 1)[None] for x in (q, k))
     return q, k
 
 
@@ -193,7 +194,7 @@ class Policy(torch.nn.Module):
         more = {"pack": batch["packed_seq_params"]} if self.is_packed else {}
         inputs = {"position_ids": batch["position_ids"], "attention_mask": None, **self._inputs(batch)}
         # transformers' own attention finds the samples where positions begin again, which needs no mask either
-        hidden = language_model(self.hf)(**inputs, use_cache=False, **more).last_hidden_state[0]
+        hidden = language_model(self.hf)(**inputs, use_cache=False, **more).last_hidden_state.squeeze(0)
         if self.value_head is not None:
             weight, bias = self.value_head.weight.float(), self.value_head.bias.float()
             return read(torch.nn.functional.linear(hidden.float(), weight, bias)[None])
@@ -226,7 +227,7 @@ class Policy(torch.nn.Module):
             nothing = torch.stack([feature.sum() for feature in features]).sum() * 0.0
             return {"inputs_embeds": embedded + nothing.to(embedded.dtype)}
         of_tokens, *of_layers = [feature[batch["image_tokens"]].to(embedded.dtype) for feature in features]
-        inputs = {"inputs_embeds": embedded[0].index_put((rows,), of_tokens)[None]}
+        inputs = {"inputs_embeds": embedded.squeeze(0).index_put((rows,), of_tokens)[None]}
         if of_layers:
             mask = torch.zeros_like(batch["tokens"], dtype=torch.bool)
             mask[0, rows] = True
