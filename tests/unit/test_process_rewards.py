@@ -209,10 +209,17 @@ def mean_return(data: dict[str, Any]) -> float:
 # ---- flags, hooks, parts
 
 
+async def rate(args: Any, one: Sample) -> list[float]:
+    return [1.0] * one.response_length
+
+
 def test_flags_of_process_rewards(check: Check) -> None:
-    hook = "--process-reward-path slime.rollout.rm_hub.service.score_turns"
+    hook = "--process-reward-path slime.rollout.rm_hub.service:score_turns"
     has(check(hook).problems.wrong, "--advantage-estimator grpo does not use rewards of tokens or turns; choose")
-    assert not check(f"{hook} --advantage-estimator turn_grpo").problems.wrong
+    served = f"{hook} --advantage-estimator turn_grpo"
+    has(check(served).problems.wrong, "score_turns needs --reward-model-path, the model that it asks.")
+    own = f"--process-reward-path {__file__}:rate --advantage-estimator turn_grpo"  # async
+    assert not check(own).problems.all()
     alone = check("--advantage-estimator turn_grpo").problems
     has(alone.wrong, "--advantage-estimator turn_grpo has no effect where no sample has rewards of turns")
     has(check("--reward-key correct=1,format").problems.wrong, "--reward-key correct=1,format: several parts are")

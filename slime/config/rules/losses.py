@@ -209,6 +209,10 @@ LOSS_CHECKS: tuple[Check, ...] = (
             f"{', '.join(name for name, row in ESTIMATORS.items() if row.process)}."
         ),
     ),
+    Rule(
+        lambda a: (a.process_reward_path or "").endswith("rm_hub.service:score_turns") and not a.reward_model_path,
+        "--process-reward-path {process_reward_path} needs --reward-model-path, the model that it asks.",
+    ),
     WithoutEffect(
         lambda a: a.advantage_estimator == "turn_grpo" and not a.process_reward_path and _only_built_in_code(a),
         "--advantage-estimator turn_grpo",

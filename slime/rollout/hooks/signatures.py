@@ -11,7 +11,15 @@ import inspect
 from types import CellType, CodeType
 from typing import Any
 
-from slime.rollout.base_types import HOOKS, DataSourceClass, GenerateFn, ModelProvider, RewardFn, SampleHook
+from slime.rollout.base_types import (
+    HOOKS,
+    DataSourceClass,
+    GenerateFn,
+    ModelProvider,
+    ProcessReward,
+    RewardFn,
+    SampleHook,
+)
 
 # Protocol -> keywords that a function gets if it has a parameter of that name
 OPTIONAL_KEYWORDS: dict[type, tuple[str, ...]] = {
@@ -19,8 +27,8 @@ OPTIONAL_KEYWORDS: dict[type, tuple[str, ...]] = {
     SampleHook: ("rollout_id", "evaluation"),
     ModelProvider: ("vp_stage",),
 }
-# Protocols of functions whose result is used as it is; a generate function must be async, the other two may be
-NOT_AWAITED = frozenset(HOOKS.values()) - {GenerateFn, SampleHook, RewardFn}
+# Protocols of functions whose result is used as it is; a generate function must be async, the other three may be
+NOT_AWAITED = frozenset(HOOKS.values()) - {GenerateFn, SampleHook, RewardFn, ProcessReward}
 DATA_SOURCE_METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
 
 
