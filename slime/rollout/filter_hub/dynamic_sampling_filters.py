@@ -22,7 +22,7 @@ def check_reward_nonzero_std(args: Args, samples: list[Sample], **kwargs: Any) -
 
 
 def check_advantage_range(args: Args, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Keep a group whose largest |advantage|, after the baseline, is from --advantage-range-min to -max."""
+    """Keep a group whose largest advantage by amount, after the baseline, is from --advantage-range-min to -max."""
     largest = max(map(abs, post_process_rewards(args, samples)[1]))
     if largest < args.advantage_range_min:
         return DynamicFilterOutput(keep=False, reason="advantage_below_range")
