@@ -433,7 +433,6 @@ REFUSED = {
     "--num-layers 2 --hidden-size 32": "--num-layers, --hidden-size: Megatron's; --train-backend fsdp trains what",
     "--recompute-granularity selective": "recomputes whole layers: give full",
     "--fsdp-replicate-size 3": "--fsdp-replicate-size 3 must divide the trainer's ranks",
-    "--optimizer sgd": "--optimizer sgd is Megatron's; with --train-backend fsdp AdamW is the optimizer",
     "--optimizer-cpu-offload": "--fsdp-cpu-offload keeps the optimizer in host memory",
     "--optimizer dist_muon": "use muon with --train-backend fsdp",
     "--optimizer muon --lora-rank 4": "--optimizer muon does not go with --lora-rank 4",

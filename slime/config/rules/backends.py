@@ -80,7 +80,6 @@ INSTEAD = {
     "optimizer_cpu_offload optimizer_offload_fraction": "--fsdp-cpu-offload keeps the optimizer in host memory",
     "overlap_param_gather": "--fsdp-forward-prefetch gathers ahead",
     "num_distributed_optimizer_instances": "--fsdp-replicate-size makes several copies",
-    "optimizer": "AdamW is the optimizer",
     "grad_reduce_in_bf16 main_grads_dtype": "gradients are summed in fp32",
     "attention_backend use_flash_attn": "--attn-implementation chooses",
     "fp16": "parameters are fp32, or bf16 on GPUs",
