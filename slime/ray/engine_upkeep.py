@@ -137,7 +137,17 @@ class EngineUpkeep:
         self.replace()
 
     def _send_again(self) -> None:
-        """Give new engines, in the middle of a rollout, the version that the lost ones had."""
+        """Give new engines, in the middle of a rollout, the weights that there are, as the version of the lost ones.
+
+        Where the trainer has trained since the last sync (train_async.py), these are newer than their version says:
+        a version more would count as a sync of the schedule, and let rollouts begin too early.
+        """
+        if self.is_ahead:
+            logger.warning(
+                "the new engines get weights that were trained on since the last sync: tokens of this rollout that "
+                "they make are newer than their weight version %d",
+                self.version,
+            )
         hold = self._manager.hold_requests.remote()  # of other models, too, that release memory for the trainer
         get(hold, "the rollout manager", STATE_DEADLINE_S)
         self.send_weights(self.version)

@@ -205,6 +205,18 @@ def test_a_rollout_that_has_lost_its_last_engine_gets_another_with_the_same_weig
     assert world.calls == []
 
 
+def test_weights_that_are_newer_than_their_version_are_said_to_be(
+    upkeep_of: Callable[..., EngineUpkeep], caplog: pytest.LogCaptureFixture
+) -> None:
+    """train_async.py has trained on one rollout while the next one loses its engines."""
+    world = World("a")
+    upkeep = upkeep_of(world)
+    upkeep.is_ahead = True
+    world.lose("a")
+    upkeep.serve_all()
+    assert "newer than their weight version 4" in caplog.text and upkeep.version == 4
+
+
 def test_an_engine_that_was_started_but_has_no_weights_yet_gets_them_when_a_rollout_waits_for_it(
     upkeep_of: Callable[..., EngineUpkeep],
 ) -> None:
