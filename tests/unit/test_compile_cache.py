@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +11,12 @@ import pytest
 from slime.ray.utils import actor_env
 from slime.utils.accelerator import compile_cache
 from tools import prewarm
+
+
+@pytest.fixture(autouse=True)
+def unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test begins without a compile cache, and leaves none."""
+    monkeypatch.setattr(compile_cache, "_in_use", {})
 
 
 @pytest.fixture
@@ -52,12 +58,17 @@ def test_a_variable_that_the_user_has_set_stays_and_that_is_said(tmp_path: Path,
     assert environment["TRITON_CACHE_DIR"] == "/somewhere"
 
 
-def test_actors_of_a_ray_that_ran_before_get_the_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in compile_cache.VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+def test_what_inductor_sets_by_itself_is_replaced(tmp_path: Path):
+    environment = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_me"}
+    compile_cache.use(tmp_path, environment)
+    assert environment["TORCHINDUCTOR_CACHE_DIR"].startswith(str(tmp_path))
+
+
+def test_actors_of_a_ray_that_ran_before_get_what_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
     assert not compile_cache.VARIABLES.keys() & actor_env().keys()
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert actor_env()["TRITON_CACHE_DIR"] == os.environ["TRITON_CACHE_DIR"]
+    compile_cache.use(tmp_path, {})
+    assert compile_cache.VARIABLES.keys() <= actor_env().keys()
 
 
 def test_a_prewarming_run_saves_nothing_and_begins_anew() -> None:

@@ -13,6 +13,7 @@ from slime.rollout.base_types import (
     DataSourceClass,
     DynamicFilter,
     GenerateFn,
+    ProcessReward,
     RewardFn,
     RolloutFn,
     RolloutFnEvalOutput,
@@ -191,7 +192,7 @@ def test_every_hook_but_rewards_and_sample_hooks_says_whether_it_is_awaited(prot
     scope: dict[str, Any] = {}
     parameters = ", ".join([*names, *(["*", *keywords] if keywords else [])])
     exec(f"async def fn({parameters}): pass", scope)
-    either = protocol in (GenerateFn, SampleHook, RewardFn)
+    either = protocol in (GenerateFn, SampleHook, RewardFn, ProcessReward)
     assert (signature_problem(scope["fn"], protocol) is None) == either
 
 

@@ -112,7 +112,7 @@ def test_four_times_300_mb_are_too_much_together(tmp_path: Path) -> None:
     code, output = inside(together, memory_mb=512)
     assert code == 137 and "held more than 512 MiB" in output and "held\n" not in output
     code, output = without_sandbox(together, cwd=str(tmp_path))
-    assert code == 0 and output.split() == ["held"] * 4
+    assert code == 0 and output.count("held") == 4  # lines of four processes may mix
     contained.add("4 x 300 MB of memory")
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import os
 import sys
+import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -26,6 +26,7 @@ VARIABLES = {
     "TILELANG_CACHE_DIR": "tilelang",
     "CUDA_CACHE_PATH": "cuda",  # what the driver compiles of PTX
 }
+_in_use: dict[str, str] = {}
 
 
 def use(directory: str | Path | None, environment: MutableMapping[str, str]) -> None:
@@ -48,12 +49,12 @@ def use(directory: str | Path | None, environment: MutableMapping[str, str]) -> 
     logger.info("compiled kernels are %s %s", "read from" if is_warm else "kept in", folder)
     if others and not is_warm:
         logger.info("compiled kernels of other versions are not used: %s", ", ".join(others))
-    kept = [name for name in VARIABLES if name in environment and not environment[name].startswith(str(root))]
+    ours = (str(root), f"{tempfile.gettempdir()}/torchinductor_")  # inductor sets its default when it is imported
+    kept = [name for name in VARIABLES if name in environment and not environment[name].startswith(ours)]
     if kept:
         logger.info("set in the environment, and left so: %s", ", ".join(kept))
-    for name, part in VARIABLES.items():
-        if name not in kept:
-            environment[name] = str(folder / part)
+    _in_use.update({name: str(folder / part) for name, part in VARIABLES.items() if name not in kept})
+    environment.update(_in_use)
 
 
 def versions() -> str:
@@ -68,5 +69,5 @@ def versions() -> str:
 
 
 def passed_on() -> dict[str, str]:
-    """Return the variables as this process has them, for processes that do not inherit its environment."""
-    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    """Return the variables that `use` has set, for processes that do not inherit this one's environment."""
+    return dict(_in_use)
