@@ -3,7 +3,9 @@
     python benchmarks/gpu_gateway.py [--engines 2] [--sessions 256] [--turns 4] [--rounds 3]
     python benchmarks/gpu_gateway.py --tiny
 
-Conversations of several turns, all sessions at once: each turn adds 64 tokens of a tool's output and 256 of the model.
+Conversations of several turns, all sessions at once: each turn adds 64 tokens of a tool's output and 256 of the model;
+once with 256 in every session, whose turns then all end at the same moment, and once with 128 to 384 (--spread), as
+those of real agents differ.
 One side speaks Chat Completions to the gateway, which keeps the tokens; the other sends the same tokens straight to
 /generate behind the same router (with log-probs, too). Clients of both sides are a process of their own, as agents
 are. The sides take turns; engines forget their prefixes between rounds. Target: median of the rounds' ratios,
@@ -49,18 +51,25 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=256)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--spread", type=float, nargs="*", default=[0.0, 0.5], help="of a turn's tokens, as a share")
     options = parse_options(parser)
     shape, options.new, options.context = ("tiny", 8, 64) if options.tiny else ("0.6B", 256, 1024)
     with tempfile.TemporaryDirectory() as work:
         args = make_args(options, Path(work), shape)
         with running_engines(args, Path(work), options.engines) as workers:
             url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
-            through, bare = rates(options, url, workers)
+            rows = [row_of(options, spread, shape, *rates(options, spread, url, workers)) for spread in options.spread]
+    sys.exit(report(rows, options))
+
+
+def row_of(options: argparse.Namespace, spread: float, shape: str, through: list[float], bare: list[float]) -> Row:
+    """The row of one spread, printed as soon as it is there."""
     ratio = median_ratio(through, bare)
-    print(f"through the gateway {rounded(through)} tok/s, bare {rounded(bare)} tok/s")
-    row = Row(
+    lengths = f"{options.new} +- {spread * options.new:.0f}" if spread else f"{options.new}"
+    print(f"{lengths} tokens: through the gateway {rounded(through)} tok/s, bare {rounded(bare)} tok/s", flush=True)
+    return Row(
         what=f"agents through the gateway / a bare client, {options.engines} engine(s)",
-        shape=f"{shape}, {options.sessions} sessions x {options.turns} turns x {options.new} tokens",
+        shape=f"{shape}, {options.sessions} sessions x {options.turns} turns x {lengths} tokens",
         figure=f"{statistics.median(through):,.0f} tok/s",
         limit=f"{statistics.median(bare):,.0f} tok/s",
         ratio=ratio,
@@ -68,7 +77,14 @@ def main() -> None:
         holds=ratio >= TARGET,
         note=f"median of {options.rounds} rounds",
     )
-    sys.exit(report([row], options))
+
+
+def lengths_of(options: argparse.Namespace, spread: float) -> list[int]:
+    """Tokens of each session's turns: evenly from new * (1 - spread) to new * (1 + spread), in an order by chance."""
+    steps = max(1, options.sessions - 1)
+    lengths = [round(options.new * (1 + spread * (2 * i / steps - 1))) for i in range(options.sessions)]
+    random.Random(0).shuffle(lengths)
+    return lengths
 
 
 def make_args(options: argparse.Namespace, work: Path, shape: str) -> Any:
@@ -92,14 +108,15 @@ def make_args(options: argparse.Namespace, work: Path, shape: str) -> Any:
     return parse_args(argv=list(map(str, flags)))
 
 
-def rates(options: argparse.Namespace, url: str, workers: list[str]) -> tuple[list[float], list[float]]:
+def rates(options: argparse.Namespace, spread: float, url: str, workers: list[str]) -> tuple[list[float], list[float]]:
     """Tokens/s of both sides, round by round, after one that warms up."""
     from slime.agent.gateway import Gateway
     from tests.rollout.chat_tokenizers import family_tokenizer
 
     tokenizer = family_tokenizer("qwen3")
     gateway = Gateway(tokenizer=tokenizer, sglang_url=url).start()
-    sampling = {"temperature": 1.0, "max_new_tokens": options.new, "ignore_eos": True}
+    lengths = lengths_of(options, spread)
+    sampling = [{"temperature": 1.0, "max_new_tokens": length, "ignore_eos": True} for length in lengths]
     tool = "line of a tool's output " * TOOL_TOKENS
     texts = [cut(tokenizer, tool * 16, options.context), cut(tokenizer, tool, TOOL_TOKENS)]
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
@@ -112,7 +129,7 @@ def rates(options: argparse.Namespace, url: str, workers: list[str]) -> tuple[li
         for side in ("gateway", "bare") if number % 2 else ("bare", "gateway"):
             flush(workers)
             wait_served(url)
-            keys = [gateway.open_session(sampling=sampling) for _ in range(options.sessions)]
+            keys = [gateway.open_session(sampling=of_session) for of_session in sampling]
             order: dict[str, Any] = {"side": side, "keys": keys, "texts": texts}
             order["url"] = gateway.url if side == "gateway" else url
             order |= {"ids": ids, "turns": options.turns, "sampling": sampling}
@@ -121,8 +138,8 @@ def rates(options: argparse.Namespace, url: str, workers: list[str]) -> tuple[li
                 raise RuntimeError(f"the clients ended with {client.wait(30)} on the side {side!r}; see above")
             seconds = float(line)
             if side == "gateway":
-                check(gateway, keys, options)
-            found[side].append(options.sessions * options.turns * options.new / seconds)
+                check(gateway, keys, [options.turns * length for length in lengths])
+            found[side].append(options.turns * sum(lengths) / seconds)
     client.stdin.close()
     client.wait(30)
     gateway.stop()
@@ -144,17 +161,17 @@ def cut(tokenizer: Any, text: str, tokens: int) -> str:
     return text[: int(len(text) * tokens / len(ids))]
 
 
-def check(gateway: Any, keys: list[str], options: argparse.Namespace) -> None:
-    """One sample a session, with every token that the model wrote in it, or AssertionError."""
+def check(gateway: Any, keys: list[str], written: list[int]) -> None:
+    """One sample a session, with every token that the model wrote in it (`written`), or AssertionError."""
     from slime.utils.types import Sample
 
     async def finish() -> list[list[Sample]]:
         return [await gateway.finish_session(key, base_sample=Sample(index=0)) for key in keys]
 
-    for samples in asyncio.run(finish()):
+    for samples, tokens in zip(asyncio.run(finish()), written, strict=True):
         assert len(samples) == 1, f"{len(samples)} samples of a session"
         trained = sum(samples[0].loss_mask or [])
-        assert trained == options.turns * options.new, f"{trained} trained tokens of a session"
+        assert trained == tokens, f"{trained} trained tokens of a session, which wrote {tokens}"
 
 
 # ---- the clients' process
@@ -190,7 +207,7 @@ async def straight(session: aiohttp.ClientSession, order: dict[str, Any], number
     context, tool = order["ids"]
     ids = [random.Random(number).choice(context) for _ in range(2)] + context
     for _ in range(order["turns"]):
-        body = orjson.dumps({"input_ids": ids, "sampling_params": order["sampling"], "return_logprob": True})
+        body = orjson.dumps({"input_ids": ids, "sampling_params": order["sampling"][number], "return_logprob": True})
         headers = {"Content-Type": "application/json"}
         async with session.post(f"{order['url']}/generate", data=body, headers=headers) as answer:
             answer.raise_for_status()
