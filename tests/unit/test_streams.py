@@ -217,15 +217,16 @@ def test_100_million_rows_take_less_than_200_mb(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        ("s4://bucket/a.jsonl", "--prompt-data s4://bucket/a.jsonl cannot be read: Protocol not known: s4"),
-        ("memory://nothing/here.jsonl", "--prompt-data memory://nothing/here.jsonl cannot be read"),
-        ("memory://prompts/a.txt", "its name ends with neither .jsonl nor .parquet"),
+        ("s4://bucket/a.jsonl", "--prompt-data: s4://bucket/a.jsonl cannot be read: Protocol not known: s4"),
+        ("memory://nothing/here.jsonl", "--prompt-data: memory://nothing/here.jsonl cannot be read: there is no such"),
+        ("prompts.txt --stream-prompts", "prompts.txt cannot be read: its name ends with neither .jsonl nor .parquet"),
         ("empty", "the directory has no .jsonl and no .parquet file"),
         ("splits", "it holds several splits; add the name of one of train, test"),
     ],
 )
 def test_what_cannot_be_read_is_named_before_anything_starts(check: Check, path: str, reason: str) -> None:
     Path("empty").mkdir()
+    Path("prompts.txt").touch()
     Path("splits").mkdir()
     Path("splits/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     has(check(f"--prompt-data {path}").problems.all(), reason)

@@ -239,8 +239,8 @@ class Stream:
 class readable:  # noqa: N801 - reads as a word
     """Turns what a file system or a format says into one sentence with the flag and the path."""
 
-    def __init__(self, path: str, flag: str) -> None:
-        self._path, self._flag = path, flag
+    def __init__(self, path: str, flag: str = "") -> None:
+        self._what = f"{flag} {path}".strip()
 
     def __enter__(self) -> None:
         return None
@@ -248,7 +248,7 @@ class readable:  # noqa: N801 - reads as a word
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, _UNREADABLE) and not isinstance(error, UsageError):
             said = str(error) or type(error).__name__
-            raise UsageError(f"{self._flag} {self._path} cannot be read: {said}") from error
+            raise UsageError(f"{self._what} cannot be read: {said}") from error
 
 
 def check_first_row(path: str, prompt_key: str, label_key: str | None) -> dict[str, Any]:
@@ -257,15 +257,15 @@ def check_first_row(path: str, prompt_key: str, label_key: str | None) -> dict[s
     Raises:
         UsageError: it has not, or cannot be read.
     """
-    place, row = _first_row(path, "--prompt-data")
+    place, row = _first_row(path)  # the caller names the flag
     prompt_of(row, place, prompt_key)
     if label_key is not None:
         label_of(row, place, label_key)
     return row
 
 
-def _first_row(path: str, flag: str) -> tuple[str, dict[str, Any]]:
-    with readable(path, flag):
+def _first_row(path: str) -> tuple[str, dict[str, Any]]:
+    with readable(path):
         fs, _, _ = _place_of(path)
         for file, shown in _data_files(path):
             if file.endswith(".jsonl"):
@@ -279,7 +279,7 @@ def _first_row(path: str, flag: str) -> tuple[str, dict[str, Any]]:
                 if len(blocks.sizes):
                     place, row = blocks.place(0, 0, blocks.rows(0)[0])
                     return place, row or {}
-    raise UsageError(f"{flag} {path} has no rows")
+    raise UsageError(f"{path} has no rows")
 
 
 def _is_local(fs: Any) -> bool:
@@ -302,6 +302,8 @@ def _data_files(path: str) -> Iterator[tuple[str, str]]:
         raise UsageError(f"{path}: a stream is read as a whole; leave the slice out")
     fs, inside, scheme = _place_of(path)
     if not fs.isdir(inside):
+        if not fs.exists(inside):
+            raise FileNotFoundError("there is no such file or directory")
         if not inside.endswith(_SUFFIXES):
             raise ValueError("its name ends with neither .jsonl nor .parquet, and it is no directory")
         yield inside, scheme + inside
