@@ -49,7 +49,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {},
     "mistral": {},
     "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-    "olmo3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
 }
 """model_type -> what its config has beside the sizes."""
 

@@ -59,6 +59,12 @@ def test_a_command_line_with_such_an_engine_is_refused_with_the_numbers(check: C
     has(check(line).problems.wrong, "the 3 tensor-parallel ranks of an engine cannot divide num_attention_heads 4")
 
 
+def test_a_model_that_the_pinned_sglang_cannot_start_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B | {"model_type": "olmo3"}))
+    (sentence,) = shape_problems(plan(tmp_path, 1))
+    assert "SGLang serves no olmo3" in sentence and sentence.endswith("take another model.")
+
+
 # ---- too little memory; the lines are those of SGLang 0.5.17 and torch
 
 OUT_OF_MEMORY = (

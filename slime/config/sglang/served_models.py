@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from slime.config.sglang.topology import EngineGroupPlan, ModelPlan
 
 NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+UNSERVED = {
+    "olmo3": "its own reader of that config.json drops the rotation's parameters, so that an engine cannot start"
+}
+"""model_type -> why the pinned SGLang (0.5.17) does not serve what it lists as supported."""
 
 
 def shape_problems(models: Sequence[ModelPlan]) -> list[str]:
@@ -37,6 +41,10 @@ def shape_problems(models: Sequence[ModelPlan]) -> list[str]:
 
 
 def _problems_of(model: ModelPlan, group: EngineGroupPlan, config: Mapping[str, Any]) -> Iterator[str]:
+    kind = str(config.get("model_type"))
+    if why := UNSERVED.get(kind):
+        yield f"--hf-checkpoint {model.model_path}: SGLang serves no {kind}: {why}; take another model."
+        return
     tp = group.num_gpus_per_engine // max(1, int(group.settings.get("pp_size") or 1))
     if problem := _expert_problem(model.model_path, config, tp, group.settings):
         yield problem
