@@ -7,6 +7,7 @@ in test_lora.py, and a whole run in test_lora_e2e.py.
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -336,3 +337,36 @@ def test_ranks_of_an_engine_each_take_their_share_of_an_adapter(
         assert gap(cut.prompt_log_probs(PROMPT, adapter=BASE), of_peft(tiny_models[0], None)) <= TOLERANCE
     finally:
         cut.shutdown()
+
+
+@pytest.mark.slow
+def test_an_engine_killed_at_a_sync_is_named_and_others_get_the_version_afterwards(
+    engine: SGLangEngine,
+    updater: Callable[..., AdapterUpdater],
+    tiny_models: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rooms = {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": [*TARGETS], "max_loras_per_batch": 4}
+    lost = make_engine(tiny_models[0], tmp_path / "engine.log", **rooms, lora_backend="torch_native")
+    lost.start(deadline_s=170)
+    ours, pack = updater(), from_adapters.adapter_tensors_of
+    ours.connect([engine, lost], engine_sizes=[1, 1])
+    send(ours, drawn(tiny_models[0], 90))
+
+    def killed(*args: Any, **keywords: Any) -> Any:
+        monkeypatch.setattr(from_adapters, "adapter_tensors_of", pack)
+        psutil.Process(lost.pid).kill()
+        return pack(*args, **keywords)
+
+    monkeypatch.setattr(from_adapters, "adapter_tensors_of", killed)
+    try:
+        with pytest.raises(WeightSyncError, match=re.escape(lost.url)):
+            send(ours, drawn(tiny_models[0], 91))
+    finally:
+        lost.shutdown()
+    assert ours.weight_version == 1, "the next call sends the same version"
+    ours.connect([engine], engine_sizes=[1])
+    send(ours, drawn(tiny_models[0], 91))
+    assert generate(engine, PROMPT, 4)["weight_version"] == "2"
+    assert gap(engine.prompt_log_probs(PROMPT), of_peft(tiny_models[0], drawn(tiny_models[0], 91))) <= TOLERANCE
