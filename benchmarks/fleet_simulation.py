@@ -145,7 +145,7 @@ def loads(urls: list[str], options: Namespace) -> dict[str, float]:
 
 
 def sync(urls: list[str], options: Namespace) -> dict[str, float]:
-    """What every engine is asked in a weight sync, apart from the weights."""
+    """Time the calls that a weight sync makes to every engine, without the weights."""
     engines = [ExternalEngine(ExternalEngineInfo(url, 1), rank=rank) for rank, url in enumerate(urls)]
     fleet = EngineFleet(engines, deadline_s=120.0)
 
@@ -227,7 +227,7 @@ def train_data(num_samples: int) -> dict[str, Any]:
 
 
 def _cutting(options: Namespace) -> Callable[[], list[dict[str, Any]]]:
-    """What cuts a rollout for the ranks, once its samples and flags are made."""
+    """Return the function that cuts a rollout for the ranks; its samples and flags are made once."""
     with tempfile.TemporaryDirectory() as work:
         args = make_args(Path(work) / "run", TOKENS)
     batch = {"global_batch_size": options.samples, "max_tokens_per_gpu": 16384, "use_dynamic_batch_size": True}

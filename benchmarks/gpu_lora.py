@@ -102,7 +102,7 @@ def lora_flags(model: str, options: Namespace) -> list[Any]:
 
 
 def rollout_flags(options: Namespace, more: list[Any]) -> tuple[str, ...]:
-    """Of the runs of the 4B shape."""
+    """Return the flags of the runs of the 4B shape."""
     prompts, samples, response = (4, 4, 16) if options.tiny else (16, 8, 256)
     if not options.tiny:
         more += ["--sglang-cuda-graph-bs-decode", prompts * samples]  # one graph in place of 20: a minute of the start

@@ -1,4 +1,4 @@
-"""What a sync of LoRA adapters takes on the host: checking, packing, handing over, and SGLang's load elsewhere.
+"""A sync of LoRA adapters on the host, part by part: checking, packing, handing over, and SGLang's load elsewhere.
 
     python benchmarks/lora_sync.py [--rank 32] [--layers 36] [--threads 1]
 
@@ -78,7 +78,7 @@ def adapter_of(rank: int, layers: int) -> tuple[dict[str, tuple[int, ...]], dict
 
 
 def num_bytes(tensors: dict[str, torch.Tensor]) -> int:
-    """Of all tensors."""
+    """Return the bytes of all tensors."""
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -91,7 +91,7 @@ def clocked(times: dict[str, list[float]], part: str, do: Callable[..., Any], *a
 
 
 def load_all(bodies: list[str], layers: int, threads: int) -> dict[str, list[float]]:
-    """As an engine's scheduler does: open the memory, and make an adapter of what is in it."""
+    """Open the memory and make an adapter of what is in it, as an engine's scheduler does."""
     from slime.backends.sglang_utils import cpu_standins, engine_patches
 
     cpu_standins.install()

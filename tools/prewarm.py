@@ -18,16 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DROPPED = (
-    "--save",
-    "--save-interval",
-    "--save-hf",
-    "--load",
-    "--resume",
-    "--output-dir",
-    "--num-rollout",
-    "--tracker",
-)
+sys.path.insert(0, str(ROOT))  # run as a script from a clone that is not installed
+
+from slime.plan.tune import without  # noqa: E402
+
+WITH_VALUE = ("save", "save-interval", "save-hf", "load", "resume", "output-dir", "num-rollout", "tracker")
+DROPPED = {f"--{name}": 1 for name in WITH_VALUE} | {
+    f"--use-{name}": 0 for name in ("wandb", "tensorboard", "swanlab")
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,12 +52,7 @@ def short_run(flags: Sequence[str], scratch: str) -> list[str]:
         flags: as given.
         scratch: directory that is removed afterwards.
     """
-    dropped = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    for flag in DROPPED:
-        dropped.add_argument(flag)
-    for flag in ("--use-wandb", "--use-tensorboard", "--use-swanlab"):
-        dropped.add_argument(flag, action="store_true")
-    _, kept = dropped.parse_known_args(flags)
+    kept, _ = without(flags, DROPPED)
     return [*kept, "--num-rollout", "2", "--output-dir", scratch]
 
 

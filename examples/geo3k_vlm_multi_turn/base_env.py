@@ -1,4 +1,4 @@
-"""What an environment of this rollout is: it answers a turn of the model with an observation."""
+"""The base class of this rollout's environments: they answer a turn of the model with an observation."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ async def rubric(args: Any, sample: Sample, **_: Any) -> float:
 
 
 async def pairwise(args: Any, samples: Sequence[Sample], **_: Any) -> list[float]:
-    """Of each sample of a group the share of its comparisons that it wins, a tie being half a win."""
+    """Return the share of its comparisons that each sample of a group wins; a tie is half a win."""
     judge, count = judge_of(args), len(samples)
     reach = min(int(vars(args).get("judge_opponents", 2)), count // 2)
     ring = [(i, (i + step) % count) for step in range(1, reach + 1) for i in range(count)]

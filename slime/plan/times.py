@@ -288,9 +288,9 @@ def train_phase(rollout: Rollout) -> Phase:
 
 
 KEPT_PER_DOUBLING = {"tp": 0.84, "pp": 0.95, "cp": 0.82}
-"""Share of one GPU's speed that is left where a model of 4B is cut in two by this dimension, bubbles apart: TP 2 0.87,
-TP 4 0.67 (0.55 on a slow host), PP 2 0.95, CP 2 0.82, CP 4 0.64 of it (benchmarks/RESULTS.md). Cuts of experts kept
-all of it."""
+"""Share of one GPU's speed that is left where a model of 4B is cut in two by this dimension, bubbles apart. Measured
+(benchmarks/RESULTS.md): TP 2 0.87, PP 2 0.95, CP 2 0.82 of a GPU alone; beside DP 4 of the same host TP 4 0.75, PP 4
+0.89, and CP 4 0.64 by MFU. EP 2 was as fast as one GPU, so experts count for nothing."""
 
 
 def kept_share(layout: ParallelLayout) -> float:

@@ -80,7 +80,7 @@ def drive(
             return 0
         checked = _checked(command_line, check, warn)
         if checked.args.dry_run:
-            return dry_run(checked, command_line)
+            return _plan(checked, command_line)
         args = accept(checked)
         check_plan(args)
         train(args)
@@ -101,6 +101,13 @@ def drive(
         _report(error, None if args is None else args.output_dir)
         return EXIT_FAILED
     return 0
+
+
+def _plan(checked: Checked, command_line: CommandLine) -> int:
+    status = dry_run(checked)
+    if checked.args.tune:
+        print_tuned(sys.argv[1:], command_line)
+    return status
 
 
 def _checked(
@@ -249,12 +256,11 @@ def engine_kinds(args: Args) -> list[EngineKind]:
     return found
 
 
-def dry_run(checked: Checked, command_line: CommandLine | None = None) -> int:
-    """Print the plan of a checked command line, and write it to --dry-run-json; with --tune also a better one.
+def dry_run(checked: Checked) -> int:
+    """Print the plan of a checked command line, and write it to --dry-run-json.
 
     Args:
         checked: the args, why a run would be refused, and which flags were given.
-        command_line: checks the command lines that --tune tries.
 
     Returns:
         0, or 2 where a run would be refused.
@@ -276,20 +282,20 @@ def dry_run(checked: Checked, command_line: CommandLine | None = None) -> int:
         write_json(plan, args.dry_run_json)
     with reader_may_leave():
         render(plan, sys.stdout)
-        if args.tune and command_line is not None:
-            print_tuned(args, plan, command_line)
     return EXIT_USAGE if plan.refused else 0
 
 
-def print_tuned(args: Args, plan: Plan, command_line: CommandLine) -> None:
-    """Look for a better command line, and print it with what each change gains."""
+def print_tuned(argv: Sequence[str], command_line: CommandLine) -> None:
+    """Look for a better command line than one that has a plan, and print it with what each change gains (--tune)."""
     from slime.plan.render import read_rows_of
     from slime.plan.tune import knobs, tune, tuned_lines
 
+    args = command_line.check(argv).args
     data = read_rows_of(args)[0]
+    plan = make_plan(args, dataclasses.replace(measured_facts(args), data=data))
 
-    def judge(argv: Sequence[str]) -> Plan | None:
-        checked = command_line.check(argv)
+    def judge(tried: Sequence[str]) -> Plan | None:
+        checked = command_line.check(tried)
         if checked.problems.wrong or checked.problems.unsupported:
             return None
         return make_plan(checked.args, dataclasses.replace(measured_facts(checked.args), data=data))
@@ -299,8 +305,9 @@ def print_tuned(args: Args, plan: Plan, command_line: CommandLine) -> None:
         has_experts=bool(plan.params and plan.params["experts"]),
         colocated=args.colocate,
     )
-    for line in tuned_lines(*tune(sys.argv[1:], plan, judge, list(ideas))):
-        print(line)
+    with reader_may_leave():
+        for line in tuned_lines(*tune(argv, plan, judge, list(ideas))):
+            print(line)
 
 
 def write_json(plan: Plan, path: str) -> None:

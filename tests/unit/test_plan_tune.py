@@ -14,7 +14,7 @@ from slime.config.parse import CommandLine
 from slime.plan import Facts, Plan, make_plan
 from slime.plan.times import DEVICES
 from slime.plan.tune import knobs, tune, tuned_lines, without
-from slime.ray.driver import dry_run
+from slime.ray.driver import print_tuned
 from tests.unit.plan_fakes import CUDA, plan_args
 from tests.unit.test_plan_engine import QWEN3_4B
 from tools.make_tiny_model import build_tokenizer
@@ -80,9 +80,7 @@ def test_flags_leave_a_line_in_whatever_form_they_are_given(line: str):
     assert rest == ["--c=2", "--d", "-1", "x"] and sorted(rest + removed) == sorted(line.split())
 
 
-def test_a_dry_run_prints_a_line_that_a_run_accepts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_dry_run_prints_a_line_that_a_run_accepts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model, prompts = tmp_path / "model", tmp_path / "prompts.jsonl"
     build_tokenizer().save_pretrained(model)
     sizes = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
@@ -94,9 +92,8 @@ def test_a_dry_run_prints_a_line_that_a_run_accepts(
     argv += f"--prompt-data {prompts} --num-rollout 2 --rollout-batch-size 8 --n-samples-per-prompt 8 --rm-type math "
     argv += "--rollout-max-response-len 1024 --global-batch-size 64 --actor-num-gpus-per-node 2 --colocate --bf16 "
     argv += "--tensor-model-parallel-size 2 --sequence-parallel --plan-device h200-141gb --dry-run --tune"
-    monkeypatch.setattr("sys.argv", ["train.py", *argv.split()])
     command_line = CommandLine()
-    dry_run(command_line.check(argv.split()), command_line)
+    print_tuned(argv.split(), command_line)
     *_, line = capsys.readouterr().out.splitlines()
     assert "--tune" not in line and "--tensor-model-parallel-size 1" in line
     assert not command_line.check([*shlex.split(line), "--dry-run"]).problems.wrong
