@@ -211,7 +211,7 @@ class _Pool:
         return command + [_put(flag, places) for flag in flags]
 
     def _threads(self) -> int:
-        return max(1, (os.cpu_count() or 1) // self._options.jobs)
+        return max(1, len(os.sched_getaffinity(0)) // self._options.jobs)
 
     def _harvest(self) -> list[str]:
         """Look after the runs that ended, and end all when the time is over."""
