@@ -1,10 +1,11 @@
 """Deltas of weights beside whole versions: seconds to write one, and to bring a host's copy to it.
 
-    python benchmarks/weight_delta.py [--model 0.6B] [--density 0.01 0.1] [--rounds 3] [--folder DIR]
+    python benchmarks/weight_delta.py [--model 0.6B] [--density 0.01 0.1] [--rounds 3] [--folder DIR] [--device cuda]
 
 The writers are those of --update-weight-mode delta and the copy is an engine host's, on bf16 weights of a Qwen3 shape;
-a share of the elements changes by its last bit between two versions. No network, engine or GPU takes part. Medians of
-the rounds. Limit: the same bytes copied in memory by one thread, in the same round.
+a share of the elements changes by its last bit between two versions. No network or engine takes part, and a GPU only
+where the weights lie there, as a trainer's do. Medians of the rounds. Limit: the same bytes copied in memory by one
+thread, in the same round.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def main() -> None:
     parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.1], help="share of elements that change")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="for the files (default: the temporary directory)")
+    parser.add_argument("--device", default="cpu", help="where the trainer's weights lie")
     options = parser.parse_args()
-    weights = random_weights(options.model, options.layers)
+    weights = random_weights(options.model, options.layers, options.device)
     size = sum(tensor.nbytes for tensor in weights.values())
     print(f"{size / 1e9:.2f} GB, {len(weights)} tensors; seconds, and GB of weights a second\n")
     print("| version | on the way | written | host's copy brought to it | copy in memory |\n|---|---|---|---|---|")
@@ -52,7 +54,7 @@ def main() -> None:
             print(row(f"delta, {density:.0%} of the elements", size, found))
 
 
-def random_weights(model: str, layers: int | None) -> Weights:
+def random_weights(model: str, layers: int | None, device: str) -> Weights:
     """bf16, by HF name."""
     from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
     from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
@@ -61,8 +63,8 @@ def random_weights(model: str, layers: int | None) -> Weights:
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in Qwen3ForCausalLM(config).state_dict().items()}
     shapes.pop("lm_head.weight")
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator).mul_(0.02).bfloat16() for name, shape in shapes.items()}
+    how = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    return {name: torch.randn(shape, **how).mul_(0.02).bfloat16() for name, shape in shapes.items()}
 
 
 class Versions:
@@ -73,13 +75,14 @@ class Versions:
         self._weights = weights
         self._held: dict[str, Any] = {}
         self._number = 0
-        self._generator = torch.Generator().manual_seed(1)
+        device = next(iter(weights.values())).device
+        self._how: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(1), "device": device}
 
     def next(self, density: float, *, is_whole: bool) -> dict[str, float]:
         """Change the weights, write a version and bring the copy there; seconds of each, and bytes written."""
         for tensor in self._weights.values():
             if density:
-                changes = torch.rand(tensor.shape, generator=self._generator) < density
+                changes = torch.rand(tensor.shape, **self._how) < density
                 tensor.view(torch.int16).bitwise_xor_(changes.short())
         self._number += 1
         directory = self._work / f"v{self._number}"
@@ -95,7 +98,7 @@ class Versions:
                 writer.add(bucket)
             writer.finish()
 
-        copies = [(torch.empty_like(tensor), tensor) for tensor in self._weights.values()]
+        copies = [(torch.empty_like(tensor), tensor) for tensor in self._weights.values() if not tensor.is_cuda]
         for target, _ in copies:
             target.zero_()  # the pages are there
         found = {"copy": seconds(lambda: [target.copy_(source) for target, source in copies]), "write": seconds(write)}
@@ -117,6 +120,8 @@ class Versions:
 def seconds(action: Callable[[], Any]) -> float:
     """How long it takes."""
     torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
@@ -125,7 +130,7 @@ def seconds(action: Callable[[], Any]) -> float:
 def row(name: str, size: int, rounds: list[dict[str, float]]) -> str:
     """A line of the table."""
     medians = {key: statistics.median(found[key] for found in rounds) for key in rounds[0]}
-    cells = [f"{medians[key]:.2f} s, {size / medians[key] / 1e9:.2f}" for key in ("write", "bring", "copy")]
+    cells = [f"{medians[key]:.2f} s, {size / max(medians[key], 1e-9) / 1e9:.2f}" for key in ("write", "bring", "copy")]
     return " | ".join([f"| {name}", f"{medians['bytes'] / 1e6:.0f} MB", *cells]) + " |"
 
 
