@@ -110,11 +110,13 @@ def make_args(options: argparse.Namespace, work: Path, shape: str) -> Any:
 
 def rates(options: argparse.Namespace, spread: float, url: str, workers: list[str]) -> tuple[list[float], list[float]]:
     """Tokens/s of both sides, round by round, after one that warms up."""
+    from slime.agent.adapters.sessions import quiet_collector
     from slime.agent.gateway import Gateway
     from tests.rollout.chat_tokenizers import family_tokenizer
 
     tokenizer = family_tokenizer("qwen3")
     gateway = Gateway(tokenizer=tokenizer, sglang_url=url).start()
+    quiet_collector()  # as a run's gateway does
     lengths = lengths_of(options, spread)
     sampling = [{"temperature": 1.0, "max_new_tokens": length, "ignore_eos": True} for length in lengths]
     tool = "line of a tool's output " * TOOL_TOKENS
