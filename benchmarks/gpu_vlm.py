@@ -1,6 +1,6 @@
 """A model that sees images on one GPU: GRPO of a Qwen3-VL of 2 B with random weights, trained by FSDP2.
 
-    python benchmarks/gpu_vlm.py
+    python benchmarks/gpu_vlm.py [--num-gpus 2]
     python benchmarks/gpu_vlm.py --tiny
 
 Trainer and engine take turns on the GPU; every prompt has an image of 448 x 448 pixels, which is 196 tokens. The tower
@@ -52,6 +52,7 @@ TOWER_ON_CUDA = ("--sglang-mm-attention-backend", "triton_attn")
 def main() -> None:
     parser = make_parser(__doc__, "gpu_vlm")
     parser.add_argument("--way", action="append", choices=list(WAYS), help="default: both")
+    parser.add_argument("--num-gpus", type=int, default=1, help="ranks of the trainer, each with an engine")
     options = parse_options(parser)
     rows = [row for way in options.way or WAYS for row in measured_run(way, options)]
     sys.exit(report(rows, options))
@@ -63,10 +64,11 @@ def measured_run(way: str, options: Namespace) -> list[Row]:
     prompts, samples, response = (4, 4, 8) if options.tiny else (32, 8, 128)
     model = prepare_model(shape, options.output / "models", options.accelerator)
     data = write_prompts(options.output / "models" / f"{shape}.jsonl", side=side)
-    name = f"vlm-{shape}-{way.split()[0]}"
+    name = f"vlm-{shape}-{way.split()[0]}" + f"-{options.num_gpus}" * (options.num_gpus > 1)
     save = options.output / "runs" / name / "checkpoints"
     more = [
         *colocated(options, tokens=16384, engine_share=0.4), *FSDP.split(), *WAYS[way],
+        "--actor-num-gpus-per-node", options.num_gpus, "--rollout-num-gpus-per-engine", 1,
         *(TOWER_ON_CUDA if options.accelerator == "cuda" else ()),
         "--prompt-data", data, "--apply-chat-template", "--multimodal-keys", '{"image": "images"}',
         "--save", save, "--save-interval", 4, "--checkpoint-contents", "model", "hf",
@@ -75,7 +77,10 @@ def measured_run(way: str, options: Namespace) -> list[Row]:
     run = Run(name, str(model), flags)
     is_done = run_train(run, options)
     saved = sorted(path.name for path in save.glob("iter_*")) if is_done else []
-    rows = judge(series_of(run, options), shape=f"{shape}, {way}, {prompts} x {samples} x {response} tokens")
+    rows = judge(
+        series_of(run, options),
+        shape=f"{shape}, {way}, {prompts} x {samples} x {response} tokens, {options.num_gpus} GPUs",
+    )
     note = f"checkpoint {', '.join(saved)}" if saved else f"see {folder_of(run, options) / 'console.log'}"
     rows.append(Row("colocated run: ended well", name, "4 rollouts", "", None, "status 0", bool(saved), note))
     for row in rows:
