@@ -195,7 +195,7 @@ def test_a_model_on_cuda_takes_the_kernels() -> None:
 
 @on_cuda
 def test_a_weight_gradient_is_added_in_fp32_to_what_is_there() -> None:
-    from slime.backends.megatron_utils.megatron_patch.gradient_accumulation import add_weight_gradient
+    from slime.backends.megatron_utils.megatron_patch.without_apex import add_weight_gradient
 
     x, g = (torch.randn(256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     buffer = torch.ones(64, 64, device="cuda")

@@ -65,7 +65,7 @@ def test_activations_of_offloaded_layers_are_not_on_the_gpu_and_gradients_keep_t
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_an_optimizer_in_host_memory_makes_the_same_update_without_state_on_the_gpu(overlaps: bool) -> None:
-    from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam
+    from slime.backends.megatron_utils.megatron_patch.without_apex import Adam
     from slime.backends.megatron_utils.optimizer import Held, MasterAdam
 
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ from bisect import bisect_right
 import pytest
 import torch
 
-from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam
+from slime.backends.megatron_utils.megatron_patch.without_apex import Adam
 from slime.utils import accelerator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

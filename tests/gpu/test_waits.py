@@ -11,7 +11,7 @@ import torch
 from slime.backends.megatron_utils import loss as log_probs_module
 from slime.backends.megatron_utils import loss as losses
 from slime.backends.megatron_utils.data import Packing
-from slime.backends.megatron_utils.megatron_patch import fused_clipping
+from slime.backends.megatron_utils.megatron_patch import without_apex
 from slime.training.micro_batches import MicroBatches, to_tensors
 from tests.training.algorithms import loss_world
 
@@ -63,8 +63,8 @@ def test_norm_and_scaling_of_many_gradients_wait_for_nothing() -> None:
     overflow = torch.zeros(1, dtype=torch.int, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        norm, _ = fused_clipping.norm_of(65536, overflow, [grads], False)
-        fused_clipping.scale(65536, overflow, (grads, grads), 0.5)
+        norm, _ = without_apex.norm_of(65536, overflow, [grads], False)
+        without_apex.scale(65536, overflow, (grads, grads), 0.5)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert norm.item() == pytest.approx(60.0, rel=1e-6), "sqrt(60 * 15 * 4), in fp32"

@@ -7,20 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from slime.backends.megatron_utils.megatron_patch import known_shapes
-
-known_shapes.apply()
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 
 SHAPES = [(tokens, 1, 8) for tokens in (5, 7, 6)]
 FIRST, SECOND, THIRD = ([tokens, 1, 8] for tokens in (5, 7, 6))
 
 
+@pytest.fixture(autouse=True)
+def _patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's own way of asking shows in its answer."""
+    monkeypatch.setattr(P2PCommunicator, "_communicate_shapes", lambda *_: "asked the other stages")
+    known_shapes.send_known_shapes()
+
+
 def stage(rank: int, size: int) -> Any:
-    """What a communicator is asked; Megatron's own way of asking shows in its answer."""
-    group = SimpleNamespace(rank=lambda: rank, size=lambda: size)
-    return SimpleNamespace(pp_group=group, _slime_communicate_shapes=lambda *_: "asked the other stages")
+    """What a communicator is asked."""
+    return SimpleNamespace(pp_group=SimpleNamespace(rank=lambda: rank, size=lambda: size))
 
 
 def received(of: Any, *, count: int, forward: bool) -> list[list[int]]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slime.backends.megatron_utils.megatron_patch import fused_clipping
-from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam
+from slime.backends.megatron_utils.megatron_patch import without_apex
+from slime.backends.megatron_utils.megatron_patch.without_apex import Adam
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,15 +42,15 @@ def test_adam_counts_a_step_on_a_rank_whose_share_of_a_group_is_empty():
 
 def test_gradients_have_the_norm_of_their_concatenation_and_are_clipped_in_place():
     grads = [torch.tensor([3.0, 0.0]), torch.empty(0), torch.tensor([[4.0], [12.0]])]
-    norm, _ = fused_clipping.norm_of(1, torch.zeros(1), [grads], False)
+    norm, _ = without_apex.norm_of(1, torch.zeros(1), [grads], False)
     assert norm.tolist() == [13.0], "sqrt(9 + 16 + 144)"
     rough = [torch.tensor([1.0], dtype=torch.bfloat16) for _ in range(257)]
-    assert fused_clipping.norm_of(1, torch.zeros(1), [rough], False)[0].item() == pytest.approx(257**0.5, rel=1e-6)
-    fused_clipping.scale(1, torch.zeros(1), (grads, grads), 0.5)
+    assert without_apex.norm_of(1, torch.zeros(1), [rough], False)[0].item() == pytest.approx(257**0.5, rel=1e-6)
+    without_apex.scale(1, torch.zeros(1), (grads, grads), 0.5)
     assert [grad.flatten().tolist() for grad in grads] == [[1.5, 0.0], [], [2.0, 6.0]]
     with pytest.raises(ValueError, match="in place"):
-        fused_clipping.scale(1, torch.zeros(1), (grads, [grad.clone() for grad in grads]), 0.5)
-    fused_clipping.scale(1, torch.zeros(1), ([], []), 0.5)  # a rank without a share
+        without_apex.scale(1, torch.zeros(1), (grads, [grad.clone() for grad in grads]), 0.5)
+    without_apex.scale(1, torch.zeros(1), ([], []), 0.5)  # a rank without a share
 
 
 @pytest.mark.parametrize("lengths", [[5, 5, 5], [4, 1, 7, 4, 0, 1, 4], [12]])

@@ -21,7 +21,7 @@ KINDS["latent, interleaved"] = KINDS["latent"] | KINDS["interleaved"]
 def rotate(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Our function in the place of Megatron's."""
     monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_thd", rope_utils._apply_rotary_pos_emb_thd)
-    packed_rope.apply()
+    packed_rope.rotate_packs_at_once()
     return rope_utils._apply_rotary_pos_emb_thd
 
 

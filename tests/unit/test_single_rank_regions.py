@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from slime.backends.megatron_utils.megatron_patch import single_rank_regions
+from slime.backends.megatron_utils.megatron_patch import single_rank
 
 NAMES = ("copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region")
 
@@ -27,8 +27,7 @@ def test_a_region_of_one_rank_gives_back_what_it_got_and_any_other_is_megatrons(
 
     for each in NAMES:
         monkeypatch.setattr(layers, each, upstream)
-    single_rank_regions.apply()
-    single_rank_regions.apply()
+    single_rank.skip_regions()
     region, x = getattr(layers, name), torch.ones(2)
     alone, two = (SimpleNamespace(size=lambda size=size: size) for size in (1, 2))
     assert region(x, group=alone) is x

@@ -24,7 +24,7 @@ from slime.backends.fsdp_utils.model import Policy
 from slime.backends.fsdp_utils.optimizer import OPTIMIZERS, ShardedAdamW, ShardedSgd
 from slime.backends.fsdp_utils.weights import HEAD, fixed_tensors, named_parameters, trained_parameters
 from slime.backends.megatron_utils.checkpoint.iterations import UnfinishedCheckpoint
-from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loading
+from slime.backends.megatron_utils.megatron_patch.checkpoints import loading
 from slime.checkpoints.paths import MODEL_SHAPE_FILE, check_names, iteration_dir, resolve_checkpoint_dir
 from slime.training.adapters import compare_base, refuse_adapters_alone
 from slime.training.backend import CheckpointSource

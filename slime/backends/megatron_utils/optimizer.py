@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.megatron_patch.fused_adam import Adam
+from slime.backends.megatron_utils.megatron_patch.without_apex import Adam
 from slime.config.args import Args
 from slime.utils.accelerator import reserve_segment
 

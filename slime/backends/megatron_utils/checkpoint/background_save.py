@@ -1,7 +1,7 @@
 """--async-save: a thread writes a rank's part of a checkpoint while training goes on.
 
 When the save begins, the tensors are copied to host memory: what is written is what they were then, and the host needs
-room for it. The thread writes them (Megatron's writer, without its forked helpers: megatron_patch/checkpoint_writer)
+room for it. The thread writes them (Megatron's writer, without its forked helpers: megatron_patch.checkpoints)
 and reads back what it has written, for the manifest. It ends with its process.
 """
 

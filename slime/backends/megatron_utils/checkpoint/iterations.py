@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from slime.backends.megatron_utils.checkpoint.background_save import BackgroundSave
 from slime.backends.megatron_utils.layers.lora import base_checksum, check_base, has_adapters, is_base
 from slime.backends.megatron_utils.layers.value_head import is_of_head, value_head_of
-from slime.backends.megatron_utils.megatron_patch.checkpoint_reader import loading
+from slime.backends.megatron_utils.megatron_patch.checkpoints import loading
 from slime.backends.megatron_utils.model.model_weights import is_of_adapter
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.optimizer import make_moments

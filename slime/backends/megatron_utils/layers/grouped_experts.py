@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from slime.backends.megatron_utils.megatron_patch.gradient_accumulation import add_weight_gradient
+from slime.backends.megatron_utils.megatron_patch.without_apex import add_weight_gradient
 from slime.utils.accelerator import to_device
 
 Weights = Sequence[torch.Tensor]

@@ -1,31 +1,16 @@
-"""Every change that we make to megatron-core at run time, one file each, applied by one explicit call.
+"""Every change that we make to megatron-core at run time, one function each, applied by one explicit call.
 
-Each file says what is wrong for us, in which version, and when it can go. Nothing here changes Megatron's source or
-knows about models.
+Each function says what is wrong for us, in which version, and when it can go. Nothing here changes Megatron's source
+or knows about models.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
-from importlib import import_module
-
-OF_KIND = {"cpu": ("cpu_device", "uneven_gloo"), "cuda": ("fused_swiglu", "single_rank_groups")}
-"""What `slime.utils.accelerator.resolve` returned -> patches of that device alone; they go first."""
-ALWAYS = (
-    "checkpoint_reader",
-    "checkpoint_writer",
-    "frozen_weights",
-    "fused_adam",
-    "fused_clipping",
-    "without_te",
-    "gradient_accumulation",
-    "known_shapes",
-    "single_rank_regions",
-    "packed_rope",
-    "recomputation",
-)
 
 
+@functools.cache
 def apply(kind: str) -> None:
     """Apply all patches; call it before any other import of megatron in the process. Calling it again changes nothing.
 
@@ -35,5 +20,30 @@ def apply(kind: str) -> None:
     with warnings.catch_warnings():
         # megatron-core warns at import that TransformerEngine and Apex are absent; that is how we use it.
         warnings.simplefilter("ignore", UserWarning)
-        for name in (*OF_KIND[kind], *ALWAYS):
-            import_module(f"{__name__}.{name}").apply()
+        from slime.backends.megatron_utils.megatron_patch import (
+            checkpoints,
+            cpu,
+            frozen,
+            known_shapes,
+            packed_rope,
+            single_rank,
+            without_apex,
+        )
+
+        if kind == "cpu":
+            cpu.use_cpu_as_cuda()
+            cpu.exchange_uneven_shares()
+        else:
+            without_apex.use_fused_swiglu()
+            single_rank.use_small_groups()
+        checkpoints.read_data_alone()
+        checkpoints.write_in_process()
+        frozen.use_frozen_weights()
+        frozen.recompute_behind_frozen()
+        without_apex.use_fused_adam()
+        without_apex.use_fused_clipping()
+        without_apex.do_without_te()
+        without_apex.accumulate_in_product()
+        known_shapes.send_known_shapes()
+        single_rank.skip_regions()
+        packed_rope.rotate_packs_at_once()

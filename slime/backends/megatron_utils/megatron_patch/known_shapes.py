@@ -68,28 +68,23 @@ class _Pass:
         return shape
 
 
-def _communicate_shapes(
-    self: Any,
+def _shapes(
+    known: _Pass,
+    pp_group: Any,
     tensor_send_next: torch.Tensor | None,
     tensor_send_prev: torch.Tensor | None,
     recv_prev: bool,
     recv_next: bool,
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """In place of P2PCommunicator's: (shape from the stage before, shape from the one behind)."""
-    known = _pass
-    if known is None:
-        found: tuple[Sequence[int], Sequence[int]] = self._slime_communicate_shapes(
-            tensor_send_next, tensor_send_prev, recv_prev, recv_next
-        )
-        return found
-    is_first, is_last = self.pp_group.rank() == 0, self.pp_group.rank() == self.pp_group.size() - 1
+    """(shape from the stage before, shape from the one behind)."""
+    is_first, is_last = pp_group.rank() == 0, pp_group.rank() == pp_group.size() - 1
     for what, tensor, is_around in (
         ("send forward", tensor_send_next, is_last),
         ("send backward", tensor_send_prev, is_first),
     ):
         if tensor is not None and tuple(tensor.shape) != (shape := known.next(what, is_around)):
             raise RuntimeError(
-                f"pipeline: stage {self.pp_group.rank()} has a tensor {tuple(tensor.shape)} to {what}, where "
+                f"pipeline: stage {pp_group.rank()} has a tensor {tuple(tensor.shape)} to {what}, where "
                 f"[tokens, 1, hidden size] = {list(shape)} is expected; layers of --spec must keep that shape."
             )
     return (
@@ -98,11 +93,14 @@ def _communicate_shapes(
     )
 
 
-def apply() -> None:
-    """Have stages use `known_shapes` where they are said; does nothing the second time."""
+def send_known_shapes() -> None:
+    """Have stages use `known_shapes` where they are said."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    if hasattr(P2PCommunicator, "_slime_communicate_shapes"):
-        return
-    P2PCommunicator._slime_communicate_shapes = P2PCommunicator._communicate_shapes
-    P2PCommunicator._communicate_shapes = _communicate_shapes
+    ask = P2PCommunicator._communicate_shapes
+
+    def communicate_shapes(self: Any, *of_tensors: Any) -> Any:
+        """As upstream's."""
+        return ask(self, *of_tensors) if _pass is None else _shapes(_pass, self.pp_group, *of_tensors)
+
+    P2PCommunicator._communicate_shapes = communicate_shapes

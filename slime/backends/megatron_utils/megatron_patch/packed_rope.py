@@ -21,13 +21,9 @@ _last: tuple[Any, ...] = ()
 attention the two of a layer do, and to keep them for each layer would take memory."""
 
 
-def apply() -> None:
+def rotate_packs_at_once() -> None:
     """Replace Megatron's packed rotary embedding."""
     import megatron.core.models.common.embeddings.rope_utils as rope_utils
-
-    upstream = rope_utils._apply_rotary_pos_emb_thd
-    if upstream.__module__ == __name__:
-        return
 
     def rotate_packed(
         t: torch.Tensor,

@@ -1,23 +1,17 @@
-"""Run unmodified megatron-core on a machine without CUDA: "cuda" means the CPU in this process.
-
-megatron-core 0.16.1 names CUDA throughout (torch.cuda.current_device, tensor.cuda(), streams, CUDA random states).
-Two things stand in: the names of torch.cuda that it calls, and a torch function mode that turns device="cuda" into
-the CPU. The mode is per thread: build and train the model in the thread that called `apply`. It can go when
-megatron-core runs on CPU by itself. It does not touch a process that has a GPU.
-"""
+"""Run unmodified megatron-core on a machine without CUDA."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
-_applied: list[TorchFunctionMode] = []
 
 
 def _on_cpu(device: Any) -> Any:
@@ -108,14 +102,17 @@ def _replace_megatron_names() -> None:
     logging.getLogger(random.__name__).addFilter(lambda record: said not in record.getMessage())
 
 
-def apply() -> None:
-    """Let "cuda" mean the CPU in this process and thread; does nothing the second time.
+def use_cpu_as_cuda() -> None:
+    """Run unmodified megatron-core on a machine without CUDA: "cuda" means the CPU in this process.
+
+    megatron-core 0.16.1 names CUDA throughout (torch.cuda.current_device, tensor.cuda(), streams, CUDA random states).
+    Two things stand in: the names of torch.cuda that it calls, and a torch function mode that turns device="cuda" into
+    the CPU. The mode is per thread: build and train the model in the thread that called `apply`. It can go when
+    megatron-core runs on CPU by itself.
 
     Raises:
-        RuntimeError: when this machine has CUDA.
+        RuntimeError: this machine has CUDA.
     """
-    if _applied:
-        return
     if torch.cuda.is_available():
         raise RuntimeError(
             "the CPU stand-ins for CUDA cannot be applied where CUDA exists; set CUDA_VISIBLE_DEVICES='' first."
@@ -125,16 +122,41 @@ def apply() -> None:
     trace_rules.get_torch_obj_rule_map()  # builds its table from the real names once; it must see them
     _replace_torch_cuda()
     _replace_megatron_names()
-    mode = CudaMeansCpu()
-    mode.__enter__()
-    _applied.append(mode)
+    CudaMeansCpu().__enter__()
 
 
-@contextlib.contextmanager
-def off() -> Iterator[None]:
-    """Leave the function mode for a block (the names of torch.cuda stay): other people's models need no detour."""
-    if not _applied:
-        yield
-        return
-    with torch._C.DisableTorchFunction():
-        yield
+def exchange_uneven_shares() -> None:
+    """Gather and reduce-scatter shares of different sizes over gloo, as experts with tensor parallelism exchange them.
+
+    Upstream (0.16.1): `mappings` hands torch lists of tensors of different lengths, which NCCL takes and gloo does
+    not. On the CPU shares are padded to the longest before they are gathered, and the whole is summed where it would
+    be scattered. It can go when gloo takes them. It is applied on the CPU alone.
+    """
+    import megatron.core.tensor_parallel.mappings as mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_rows(
+        input_: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        """[rows of this rank, ...] -> [rows of all ranks, ...]."""
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        sizes = list(output_split_sizes)
+        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def scatter_rows(
+        input_: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        """[rows of all ranks, ...] -> the sum over ranks of this rank's rows."""
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.clone()
+        dist.all_reduce(total, group=group)
+        return total.split(list(input_split_sizes))[group.rank()].clone()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_rows, scatter_rows

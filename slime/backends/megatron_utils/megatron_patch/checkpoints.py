@@ -1,0 +1,143 @@
+"""Read and write torch_dist checkpoints as data, in this process."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.checkpoints.paths import check_names, read_metadata
+from slime.checkpoints.rollout_files import reason_of
+from slime.training.resume import holds
+from slime.utils.errors import UsageError
+
+
+def read_data_alone() -> None:
+    """Read torch_dist checkpoints as data: nothing that a file names is run.
+
+    torch (2.13) unpickles .metadata, and with weights_only=False the objects between the tensors (random states, extra
+    states of layers); Megatron reads with both. It can go when torch reads them with weights_only.
+    """
+    from megatron.core.msc_utils import MultiStorageClientFeature
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+    from torch.distributed.checkpoint._traverse import set_element
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As upstream's, for the one file that a checkpoint of all ranks has."""
+        metadata = read_metadata(Path(self.path))
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
+        """As upstream's, for an object that is plain data."""
+        name = read_item.dest_index.fqn
+        try:
+            loaded = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise UsageError(
+                f"{name} holds more than tensors and plain data, and loading that runs code: do not trust this "
+                f"checkpoint ({reason_of(error)})."
+            ) from error
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+    # Where that package is installed, Megatron would read local files by it, and with a reader of its own.
+    MultiStorageClientFeature.disable()
+    FileSystemReader.read_metadata = read
+    DefaultLoadPlanner.load_bytes = load_bytes
+
+
+@contextmanager
+def loading(directory: Path) -> Iterator[None]:
+    """Load from a checkpoint directory inside the block; every rank enters it.
+
+    Raises:
+        UsageError: it holds what would be run; names the file, or the directory and the object, and the class.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise UsageError(
+            f"{directory / 'common.pt'} holds more than tensors and plain data, and loading that runs code: do not "
+            f"trust this checkpoint ({reason_of(error)})."
+        ) from error
+    except CheckpointException as error:
+        check_names(directory)  # of a .metadata that was refused, torch leaves the text alone
+        # every rank has the errors of all
+        refusals = [found for found, _ in error.failures.values() if isinstance(found, UsageError)]
+        if not refusals:
+            raise
+        raise UsageError(f"{directory}: {refusals[0]}") from error
+
+
+class _NoCount:
+    """Stands for the queue by which a helper says that it is done."""
+
+    def get(self) -> None:
+        pass
+
+    def task_done(self) -> None:
+        pass
+
+
+def write_in_process() -> None:
+    """Write checkpoint shards in the process that calls save, instead of in forked helpers.
+
+    Upstream (0.16.1): even a synchronous torch_dist save forks a writer for each file and keeps a queue manager
+    process. A fork of a trainer that has gRPC and gloo threads can hang, a writer that dies leaves the save waiting
+    for ever, and the manager outlives a rank that is killed. Files and their content stay the same. It can go when
+    upstream has a writer without processes. With --async-save a thread writes (checkpoint.background_save).
+
+    Of the files that rank 0 alone writes, while the others wait for it in a collective, an error is kept until all
+    ranks can learn of it (full_disk).
+    """
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import common
+
+    writer = filesystem_async.FileSystemWriterAsync
+
+    def write_in_process(
+        transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], global_results_queue: Any
+    ) -> None:
+        """Write every bucket; the results, or the first error, go into the queue as upstream's collector puts them."""
+        written: dict[int, Any] = {}
+        error: Exception | None = None
+        for i, bucket in enumerate(write_buckets):
+            results: queue.Queue[Any] = queue.Queue()
+            writer.write_preloaded_data(transforms, i, bucket, results, _NoCount(), use_fsync=True)
+            index, outcome = results.get_nowait()
+            if isinstance(outcome, Exception):
+                error = outcome
+                break
+            written[index] = outcome
+        global_results_queue.put(error or written)
+
+    writer.write_preloaded_data_multiproc = staticmethod(write_in_process)
+    filesystem_async._get_write_results_queue = queue.Queue
+    writer.finish = holds(writer.finish)
+    serialization.save_config = holds(serialization.save_config)
+    common.TorchCommonSaveStrategy.save_common = holds(_save_common)
+
+
+def _save_common(strategy: Any, state: Any, directory: str | Path) -> None:
+    """As upstream's, through a file of Python's: torch's own does not say that a disk is full."""
+    import torch
+    from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+
+    if torch.distributed.get_rank() == 0:
+        with (Path(directory) / COMMON_STATE_FNAME).open("wb") as file:
+            torch.save(state, file)
