@@ -21,9 +21,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from slime.dashboard import pages, timeline
+from slime.dashboard import pages
 from slime.dashboard.records import EXACT, SORTABLE, Query, Samples
-from slime.dashboard.runs import Library, Run
+from slime.dashboard.runs import Library, Run, sample_lanes, time_page
 from slime.dashboard.series import AXES
 
 STATIC = Path(__file__).parent / "static"
@@ -58,14 +58,14 @@ class Api:
             "": lambda _, run: pages.run_page(run),
             "/metrics": lambda _, run: pages.metric_names(run),
             "/series": series_of,
-            "/time": lambda _, run: timeline.time_page(run),
+            "/time": lambda _, run: time_page(run),
             "/evaluation": lambda request, run: pages.evaluation_page(run, request.query_params.get("set", "")),
             "/rollouts": lambda _, run: pages.rollout_list(run.rollouts.files.values()),
         }
         of_samples: dict[str, Callable[[Request, Run, Samples], Any]] = {
             "": sample_list,
             "/{row:int}": lambda request, _, samples: samples.sample(request.path_params["row"]),
-            "/times": lambda _, __, samples: timeline.sample_lanes(samples),
+            "/times": lambda _, __, samples: sample_lanes(samples),
             "/{row:int}/text": sample_text,
             "/{row:int}/tokens": sample_tokens,
         }

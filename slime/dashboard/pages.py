@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.dashboard.records import SampleFile, Samples
-from slime.dashboard.runs import Run
+from slime.dashboard.runs import Run, current_phase, progress, rollout_seconds
 from slime.dashboard.series import AXES, finite, is_inside, read_object, read_text, tail
-from slime.dashboard.timeline import current_phase, progress, rollout_seconds
 from slime.observability.metric_table import describe, evaluation_sets
 
 ITERATION = re.compile(r"iter_(\d+)")

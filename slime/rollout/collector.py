@@ -21,8 +21,8 @@ from slime.rollout.filter_hub import (
 )
 from slime.rollout.hooks.sample_errors import SampleError, blame, hook_name, stray_cancellation
 from slime.rollout.rm_hub import take_reward_failures
-from slime.rollout.sampling.attempts import START, take_untrusted_retries
 from slime.rollout.sampling.generation import GREEDY_REWARD, GenerateState, is_unfinished
+from slime.rollout.sampling.scoring import START, take_untrusted_retries
 from slime.rollout.tool_calls import take_tool_timeouts
 from slime.utils.misc import load_function
 from slime.utils.types import Sample

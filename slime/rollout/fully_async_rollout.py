@@ -50,8 +50,8 @@ from slime.rollout.eval import eval_rollout
 from slime.rollout.hooks.returns import draw_groups, return_groups
 from slime.rollout.hooks.sample_errors import SampleError, stray_cancellation
 from slime.rollout.sample_hooks import set_current_rollout_id
-from slime.rollout.sampling.attempts import restarted
 from slime.rollout.sampling.generation import GenerateState, generate_and_rm_group, is_unfinished
+from slime.rollout.sampling.scoring import restarted
 from slime.rollout.sampling.weight_versions import WeightClock, is_too_old, oldest_version
 from slime.rollout.sglang_rollout import finish_rollout, restart_stale
 from slime.utils import async_utils

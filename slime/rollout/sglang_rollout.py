@@ -29,7 +29,6 @@ from slime.rollout.eval import eval_rollout, eval_rollout_single_dataset
 from slime.rollout.hooks.errors import blame_hook, hook_name
 from slime.rollout.hooks.returns import draw_groups, return_groups, warn_if_ignored
 from slime.rollout.sample_hooks import set_current_rollout_id
-from slime.rollout.sampling.attempts import restarted
 from slime.rollout.sampling.engine_request import get_model_url, router_url
 from slime.rollout.sampling.generation import (
     GenerateState,
@@ -37,6 +36,7 @@ from slime.rollout.sampling.generation import (
     generate_and_rm,
     generate_and_rm_group,
 )
+from slime.rollout.sampling.scoring import restarted
 from slime.rollout.sampling.weight_versions import WeightClock, is_too_old
 from slime.utils import async_utils
 from slime.utils.errors import HttpError

@@ -91,7 +91,7 @@ def close_to_float64(kernel: Run, plain: Run, leaves: tuple[torch.Tensor, ...], 
 def test_the_norms_kernel_computes_what_the_definition_says(
     shape: tuple[int, ...], is_zero_centered: bool, dtype: torch.dtype
 ) -> None:
-    from slime.backends.megatron_utils.kernels.rms_norm import rms_norm
+    from slime.backends.megatron_utils.kernels.small import rms_norm
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (weight + is_zero_centered)
@@ -114,7 +114,7 @@ def test_the_norms_kernel_computes_what_the_definition_says(
 def test_the_rotations_kernel_computes_what_the_definition_says(
     heads_dim: tuple[int, int], are_read_paired: bool, are_written_paired: bool, dtype: torch.dtype
 ) -> None:
-    from slime.backends.megatron_utils.kernels.pointwise import rotate
+    from slime.backends.megatron_utils.kernels.small import rotate
     from slime.backends.megatron_utils.megatron_patch import packed_rope
 
     heads, dim = heads_dim
@@ -132,7 +132,7 @@ def test_the_rotations_kernel_computes_what_the_definition_says(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [3072, 100])
 def test_the_activations_kernel_computes_what_the_definition_says(width: int, dtype: torch.dtype) -> None:
-    from slime.backends.megatron_utils.kernels.pointwise import SwiGLU, silu_product
+    from slime.backends.megatron_utils.kernels.small import SwiGLU, silu_product
 
     y = torch.randn(19, 2 * width, device=DEVICE, generator=generator()).to(dtype)
     close_to_float64(SwiGLU.apply, lambda y: torch.nn.functional.silu(y[:, :width]) * y[:, width:], (y,), dtype)
@@ -141,17 +141,17 @@ def test_the_activations_kernel_computes_what_the_definition_says(width: int, dt
 
 
 def test_a_norm_started_again_has_the_values_of_the_new_pack() -> None:
-    from slime.backends.megatron_utils.kernels import rms_norm
+    from slime.backends.megatron_utils.kernels import small
 
     weight, buffer = torch.ones(128, device=DEVICE), torch.randn(3000, device=DEVICE, generator=generator())
     for rows, offset in ((3, 0), (20, 0), (7, 128), (7, 1)):  # the last is not aligned
         x = buffer[offset : offset + rows * 128].view(rows, 128)
         expected = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-        torch.testing.assert_close(rms_norm.rms_norm(x, weight, 1e-6, False), expected)
+        torch.testing.assert_close(small.rms_norm(x, weight, 1e-6, False), expected)
 
 
 def test_a_norm_of_dimensions_that_no_view_joins_is_right_too() -> None:
-    from slime.backends.megatron_utils.kernels.rms_norm import rms_norm
+    from slime.backends.megatron_utils.kernels.small import rms_norm
 
     wide = torch.randn(3, 2, 4, 8, device=DEVICE, generator=generator())
     close_to_float64(
@@ -162,7 +162,7 @@ def test_a_norm_of_dimensions_that_no_view_joins_is_right_too() -> None:
 
 
 def test_an_empty_pack_needs_no_kernel() -> None:
-    from slime.backends.megatron_utils.kernels.rms_norm import rms_norm
+    from slime.backends.megatron_utils.kernels.small import rms_norm
 
     x, weight = (
         torch.empty(0, 64, device=DEVICE, requires_grad=True),

@@ -17,7 +17,7 @@ from slime.agent.harness.programs import ScriptedHarness
 from slime.agent.sandbox.grading import Task, grade_tests
 from slime.agent.sandbox.local import LocalSandbox
 from slime.agent.sandbox.results import SandboxError
-from slime.rollout.sampling.attempts import restarted
+from slime.rollout.sampling.scoring import restarted
 from slime.utils.http_utils import post
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.types import Sample

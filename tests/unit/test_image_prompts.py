@@ -15,7 +15,6 @@ from PIL import Image
 from slime.rollout import eval as evaluation
 from slime.rollout.hooks.returns import HookReturnError, check_train_data
 from slime.rollout.hooks.sample_errors import sample_problem, train_problem
-from slime.rollout.sampling.attempts import fresh_copy
 from slime.rollout.sampling.images import (
     AnsweredImages,
     ImagePrompt,
@@ -25,6 +24,7 @@ from slime.rollout.sampling.images import (
     read_prompt,
     with_image_stop,
 )
+from slime.rollout.sampling.scoring import fresh_copy
 from slime.rollout.tool_calls import EnvError
 from slime.rollout.train_data import samples_to_train_data
 from slime.utils.errors import UsageError

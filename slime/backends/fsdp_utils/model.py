@@ -141,7 +141,7 @@ def _gated_unit(module: Any, x: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@kernel_on_cuda("slime.backends.megatron_utils.kernels.pointwise.silu_product")
+@kernel_on_cuda("slime.backends.megatron_utils.kernels.small.silu_product")
 def _silu_product(gate: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * linear
 

@@ -39,7 +39,6 @@ from slime.rollout.hooks.sample_errors import (
 )
 from slime.rollout.hooks.signatures import is_batch_generate
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
-from slime.rollout.sampling.attempts import FINISHED, fresh_copy, until_trusted
 from slime.rollout.sampling.engine_request import (
     append_engine_output,
     call_budget,
@@ -48,7 +47,15 @@ from slime.rollout.sampling.engine_request import (
     router_url,
 )
 from slime.rollout.sampling.images import find_images, has_images, set_prompt
-from slime.rollout.sampling.scoring import score_each, score_fan_out, score_group, share_rollout_id
+from slime.rollout.sampling.scoring import (
+    FINISHED,
+    fresh_copy,
+    score_each,
+    score_fan_out,
+    score_group,
+    share_rollout_id,
+    until_trusted,
+)
 from slime.rollout.sampling.weight_versions import WeightClock, note_begin
 from slime.utils.async_utils import gather_or_cancel, is_cancellation
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post

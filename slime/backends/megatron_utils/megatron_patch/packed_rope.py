@@ -66,7 +66,7 @@ def _cos_sin(
     return last[3], last[4]
 
 
-@kernel_on_cuda("slime.backends.megatron_utils.kernels.pointwise.rotate")
+@kernel_on_cuda("slime.backends.megatron_utils.kernels.small.rotate")
 def rotate(
     t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, are_read_paired: bool, are_written_paired: bool
 ) -> torch.Tensor:

@@ -183,7 +183,7 @@ def use_fused_swiglu() -> None:
             """y [n, 2 F] -> [n, F]."""
             if is_kept_in_fp8 or is_offloaded or y.device.type != "cuda" or not triton_works():
                 return upstream.apply(y, is_kept_in_fp8, is_offloaded)
-            from slime.backends.megatron_utils.kernels.pointwise import SwiGLU
+            from slime.backends.megatron_utils.kernels.small import SwiGLU
 
             return SwiGLU.apply(y)
 

@@ -61,7 +61,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return rms_norm(x, self.weight, eps, self.is_zero_centered)
 
 
-@kernel_on_cuda("slime.backends.megatron_utils.kernels.rms_norm.rms_norm")
+@kernel_on_cuda("slime.backends.megatron_utils.kernels.small.rms_norm")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool) -> torch.Tensor:
     if not is_zero_centered:
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
