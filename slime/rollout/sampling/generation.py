@@ -39,6 +39,7 @@ from slime.rollout.hooks.sample_errors import (
 )
 from slime.rollout.hooks.signatures import is_batch_generate
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
+from slime.rollout.sampling import scoring
 from slime.rollout.sampling.engine_request import (
     append_engine_output,
     call_budget,
@@ -47,15 +48,7 @@ from slime.rollout.sampling.engine_request import (
     router_url,
 )
 from slime.rollout.sampling.images import find_images, has_images, set_prompt
-from slime.rollout.sampling.scoring import (
-    FINISHED,
-    fresh_copy,
-    score_each,
-    score_fan_out,
-    score_group,
-    share_rollout_id,
-    until_trusted,
-)
+from slime.rollout.sampling.scoring import FINISHED, fresh_copy
 from slime.rollout.sampling.weight_versions import WeightClock, note_begin
 from slime.utils.async_utils import gather_or_cancel, is_cancellation
 from slime.utils.http_utils import get_rollout_num_engines, init_http_client, post
@@ -138,12 +131,12 @@ class GenerateState(metaclass=SingletonMeta):
         self.finished: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()
         self.scorings: set[asyncio.Task[None]] = set()
 
-    async def score_until_aborted(self, scoring: Coroutine[Any, Any, None]) -> None:
+    async def score_until_aborted(self, rewards: Coroutine[Any, Any, None]) -> None:
         """Wait for rewards; when the rollout ends first, return without: they are asked for again in a later one."""
         if self.aborted:
-            scoring.close()
+            rewards.close()
             return
-        task = asyncio.create_task(scoring)
+        task = asyncio.create_task(rewards)
         self.scorings.add(task)
         try:
             await task
@@ -195,7 +188,8 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], 
     limit = args.eval_max_context_len if evaluation else args.rollout_max_context_len
     is_new = sample.response_length == 0
     params = call_budget(sample, sampling_params, max_context_len=limit)
-    if params is not None and is_new and not evaluation and _is_fire(args, params):
+    is_fire = args.rollout_fire_temperature is not None and is_new and not evaluation
+    if params is not None and is_fire and params.get("temperature") != 0:
         if not await _generate_hot_token(state, sample, params):
             return sample
         params, is_new = call_budget(sample, sampling_params, max_context_len=limit), False
@@ -233,10 +227,6 @@ async def _call_engine(args: Args, sample: Sample, params: dict[str, Any], *, tr
             span.update(build_sglang_meta_trace_attrs(output["meta_info"]))
 
 
-def _is_fire(args: Args, params: dict[str, Any]) -> bool:
-    return args.rollout_fire_temperature is not None and params.get("temperature") != 0
-
-
 async def _generate_hot_token(state: GenerateState, sample: Sample, params: dict[str, Any]) -> bool:
     """Append the hot first token, masked; returns whether the response goes on."""
     hot = {**params, "temperature": state.args.rollout_fire_temperature, "max_new_tokens": 1}
@@ -266,7 +256,7 @@ async def generate_and_rm(
     """
     if args.on_untrusted_reward != "retry":  # most runs: no coroutine and closure more for each sample
         return await _attempt(args, sample, sampling_params, evaluation)
-    return await until_trusted(args, sample, lambda one: _attempt(args, one, sampling_params, evaluation))
+    return await scoring.until_trusted(args, sample, lambda one: _attempt(args, one, sampling_params, evaluation))
 
 
 async def _attempt(
@@ -296,8 +286,8 @@ async def _attempt(
     completed = await apply_rollout_sample_hooks(args, completed, evaluation=evaluation)
     samples = flatten(completed)
     if isinstance(completed, list):
-        share_rollout_id(sample, samples)
-    score = score_fan_out if isinstance(completed, list) else score_each
+        scoring.share_rollout_id(sample, samples)
+    score = scoring.score_fan_out if isinstance(completed, list) else scoring.score_each
     begin = time.time()
     if evaluation:
         await score(args, samples, evaluation=True)
@@ -428,7 +418,7 @@ async def generate_and_rm_group(
             sample.metadata[GREEDY_REWARD] = baseline
             sample.reward_is_trusted &= is_trusted  # without a baseline no reward of the group says anything
     if args.group_rm and not evaluation and not is_aborted:
-        await state.score_until_aborted(score_group(args, completed))
+        await state.score_until_aborted(scoring.score_group(args, completed))
     return completed
 
 
@@ -451,7 +441,7 @@ async def _greedy_reward(args: Args, sample: Sample, params: dict[str, Any]) -> 
     if last.status is Status.ABORTED:
         return None, True
     if args.group_rm:
-        await GenerateState(args).score_until_aborted(score_group(args, completed[-1:]))
+        await GenerateState(args).score_until_aborted(scoring.score_group(args, completed[-1:]))
     if not last.counts(args):
         return 0.0, False
     return (None if last.reward is None else float(last.get_reward_value(args))), True
