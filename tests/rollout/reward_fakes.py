@@ -15,11 +15,12 @@ Answer = Callable[[dict[str, Any]], Any]
 
 
 class FakeService:
-    """Records each request and answers what `answer` makes of it: JSON, or (status, text); `statuses` go first."""
+    """Records each request and answers what `answer` makes of it: JSON, or a response; `statuses` go first."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer, self.delay_s = answer, 0.0
         self.statuses: list[int] = []
+        self.headers: dict[str, str] = {}  # of `statuses`
         self.requests: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.hosts: list[str] = []
@@ -40,8 +41,10 @@ class FakeService:
         await asyncio.sleep(self.delay_s)
         self.running -= 1
         if self.statuses:
-            return web.Response(status=self.statuses.pop(0), text="bad label")
+            return web.Response(status=self.statuses.pop(0), text="bad label", headers=self.headers)
         answer = self.answer(body)
+        if isinstance(answer, web.Response):
+            return answer
         return web.Response(text=answer if isinstance(answer, str) else json.dumps(answer))
 
 

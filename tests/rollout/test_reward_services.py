@@ -13,6 +13,7 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from slime.rollout.rm_hub import RewardError, async_rm, batched_async_rm, remote_rm, service
 from slime.rollout.rm_hub.code_sandbox import extract_code, read_test_cases, same_output
@@ -117,6 +118,99 @@ def test_http_proxy_is_asked_in_place_of_the_service(start_service) -> None:
     args = rollout_args(rm_url="http://rewards.invalid/score", http_proxy=proxy.url)
     assert run(remote_rm(args, Sample())) == 5.0
     assert (proxy.hosts, proxy.paths) == (["rewards.invalid"], ["/score"])
+
+
+def score_all(fake: FakeService, responses: list[str], **flags: Any) -> list[Any]:
+    args = rollout_args(rm_url=fake.url, **flags)
+    samples = [Sample(index=i, response=text) for i, text in enumerate(responses)]
+
+    async def scored() -> list[Any]:
+        return await asyncio.gather(*(remote_rm(args, sample, max_retries=2) for sample in samples))
+
+    return run(scored())
+
+
+def test_rm_concurrency_bounds_the_requests_in_flight(start_service) -> None:
+    fake = start_service(lambda request: 1.0)
+    fake.delay_s = 0.05
+    assert score_all(fake, ["x"] * 12, rm_concurrency=3) == [1.0] * 12
+    assert fake.most_running == 3
+
+
+def test_what_waits_for_the_service_is_one_request_with_a_list(start_service) -> None:
+    fake = start_service(lambda batch: [len(one["response"]) for one in batch])
+    fake.delay_s = 0.05
+    lengths = list(range(1, 22))
+    assert score_all(fake, ["x" * n for n in lengths], rm_concurrency=1, rm_batch_size=8) == lengths
+    assert sorted(len(batch) for batch in fake.requests) == [5, 8, 8]
+    assert fake.requests[0][0] == {"prompt": "", "response": "x", "label": None}
+
+
+def test_a_bad_sample_of_a_batch_costs_the_others_nothing(start_service) -> None:
+    def answer(batch: list[dict[str, Any]]) -> Any:
+        texts = [one["response"] for one in batch]
+        return web.Response(status=422, text="bad") if "bad" in texts else [len(text) for text in texts]
+
+    fake = start_service(answer)
+    args = rollout_args(rm_url=fake.url, rm_concurrency=1, rm_batch_size=3)
+    samples = [Sample(index=i, response=text) for i, text in enumerate(["four", "bad", "sixsix"])]
+
+    async def scored() -> list[Any]:
+        return await asyncio.gather(*(remote_rm(args, one) for one in samples), return_exceptions=True)
+
+    first, second, third = run(scored())
+    assert (first, third) == (4, 6)
+    assert isinstance(second, RewardError) and second.status == 422 and second.sample_index == 1
+
+
+def test_a_batch_is_answered_by_as_many_rewards(start_service) -> None:
+    fake = start_service(lambda batch: [1.0])
+    with pytest.raises(RewardError, match=r"failed 2 times for sample 0: 2 rewards in a list are needed, not \[1.0\]"):
+        score_all(fake, ["a", "b"], rm_batch_size=2, rm_concurrency=1)
+
+
+def test_a_sample_that_is_given_up_strands_no_other_of_its_batch(start_service) -> None:
+    fake = start_service(lambda batch: [1.0] * len(batch))
+    fake.delay_s = 0.2
+    args = rollout_args(rm_url=fake.url, rm_concurrency=1, rm_batch_size=2)
+
+    async def scored() -> list[Any]:
+        tasks = [asyncio.create_task(remote_rm(args, Sample(index=i))) for i in range(5)]
+        await asyncio.sleep(0.1)
+        tasks[0].cancel()  # it sends for the second, too
+        tasks[3].cancel()  # it waits for its turn
+        async with asyncio.timeout(5):
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+    kinds = [type(result) for result in run(scored())]
+    assert kinds == [asyncio.CancelledError, float, float, asyncio.CancelledError, float]
+
+
+@pytest.mark.parametrize(("status", "headers"), [(429, {}), (503, {"Retry-After": "0"})])
+def test_a_service_that_has_enough_is_asked_again_without_a_try(start_service, status, headers) -> None:
+    fake = start_service(length_of_response)
+    fake.statuses, fake.headers = [status] * 5, headers
+    assert ask(fake, max_retries=1) == {"score": 3}
+    assert len(fake.requests) == 6
+
+
+def test_the_more_requests_are_turned_away_the_fewer_are_sent(start_service) -> None:
+    beside: list[int] = []  # requests that run while one is answered
+    fake = start_service(lambda request: beside.append(fake.running) or 1.0)
+    fake.delay_s, fake.statuses, fake.headers = 0.05, [429] * 3, {"Retry-After": "1"}
+    began = time.monotonic()
+    assert score_all(fake, ["x"] * 8, rm_concurrency=4) == [1.0] * 8
+    assert time.monotonic() - began >= 1.0
+    assert len(fake.requests) == 11, "the three are asked again"
+    assert beside[:5] == [0] * 5, "three of four slots are taken for a second, the fourth does the others"
+
+
+def test_a_service_that_never_has_time_is_given_up(start_service, monkeypatch) -> None:
+    monkeypatch.setattr(service, "MAX_BUSY_S", 0.2)
+    fake = start_service(length_of_response)
+    fake.statuses = [429] * 10_000
+    with pytest.raises(RewardError, match="failed 2 times for sample 7: HTTP 429"):
+        ask(fake, max_retries=2)
 
 
 # ---- code

@@ -219,6 +219,13 @@ class RewardFlags:
     )
     group_rm: bool = flag(False, "score a whole group at once")
     rm_url: str | None = flag(None, "address of the remote_rm service")
+    rm_concurrency: int = flag(64, "requests to it in flight", at_least=1, needs="rm_url")
+    rm_batch_size: int = flag(
+        1,
+        "samples of a request at most; above 1 it is a list of what waits, answered by a list",
+        at_least=1,
+        needs="rm_url",
+    )
     custom_reward_post_process_path: str | None = flag(None, "hook: fn(args, samples) -> (raw_rewards, rewards)")
     custom_convert_samples_to_train_data_path: str | None = flag(None, "hook: fn(args, samples) -> train data")
     overlong_buffer_len: int | None = flag(

@@ -4,9 +4,13 @@
 score of the reward model that the run serves under the name "reward" (--reward-model-path), whose conversation its own
 tokenizer and chat template render: its words and turns are not those of the policy.
 
-Wait graph: a request waits for one of the service's slots (each is held for one try, so for `timeout_s` at most, never
-during a back-off), then for the service; what comes of it unblocks the scoring of one sample. A reward that every try
-failed for is a `RewardError`, which the rollout treats as --on-sample-error says.
+A service says that it has enough by a 429, or a 503 with Retry-After. The slot stays taken for as long as it asks: the
+more requests it turns away, the fewer are sent.
+
+Wait graph: a request waits for one of the service's slots (each is held for one try, so for `timeout_s` at most, and
+for `MAX_BACKOFF_S` after a busy answer, never during another back-off), then for the service; what comes of it lets
+the scoring of its samples go on. A sample of a batch waits for its sender, which is a sample with a slot. A reward
+that every try failed for is a `RewardError`, which the rollout treats as --on-sample-error says.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ import functools
 import json
 import logging
 import random
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from slime.config.args import Args
@@ -35,6 +41,7 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 30.0
+MAX_BUSY_S = 600.0  # busy answers count as no tries until then
 _HEAD_CHARS = 500
 
 
@@ -49,6 +56,7 @@ class Service:
         timeout_s: one try, from the moment it has a slot.
         max_tries: tries in all.
         proxy: address of an HTTP proxy, None = none.
+        batch_size: samples of a request at most. Above 1 it is a list of payloads, answered by a list in their order.
     """
 
     name: str
@@ -57,6 +65,7 @@ class Service:
     timeout_s: float = 120.0
     max_tries: int = 10
     proxy: str | None = None
+    batch_size: int = 1
 
 
 class RewardError(HttpError):
@@ -84,18 +93,67 @@ def _rebuild(service: str, what: str, sample_index: int | None, answer: str, sta
     return RewardError(service, what, sample_index=sample_index, answer=answer, status=status)
 
 
+class _Outcome(NamedTuple):
+    """What came of a try: why it failed or None, the HTTP status or None, the answer's JSON."""
+
+    problem: str | None
+    status: int | None = None
+    value: Any = None
+    is_busy: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    payload: Any
+    outcome: asyncio.Future[_Outcome]
+
+
+class _Line:
+    """The slots of a service, and the samples that wait for one: who gets a slot sends the oldest of them."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self.slots = asyncio.Semaphore(max_in_flight)
+        self._waiting: deque[_Waiting] = deque()
+
+    async def send(self, service: Service, payload: Any) -> _Outcome:
+        """One try of a payload, alone or with others."""
+        if service.batch_size == 1:
+            async with self.slots:
+                return await _send(service, payload)
+        mine = _Waiting(payload, asyncio.get_running_loop().create_future())
+        self._waiting.append(mine)
+        try:
+            async with self.slots:
+                await asyncio.sleep(0)  # what comes at the same moment goes with it
+                while mine in self._waiting:  # else another has sent it
+                    await self._send_oldest(service)
+            return await mine.outcome
+        finally:
+            if mine in self._waiting:
+                self._waiting.remove(mine)
+
+    async def _send_oldest(self, service: Service) -> None:
+        batch = [self._waiting.popleft() for _ in range(min(service.batch_size, len(self._waiting)))]
+        results = [_Outcome("the request was given up")] * len(batch)
+        try:
+            results = await _send_all(service, [waiting.payload for waiting in batch])
+        finally:  # a cancelled sender strands no other sample
+            for waiting, result in zip(batch, results, strict=True):
+                if not waiting.outcome.done():
+                    waiting.outcome.set_result(result)
+
+
 class _Client:
-    """Owner of the slots of each service, by event loop, and of the count of lost rewards."""
+    """Owner of the line of each service, by event loop, and of the count of lost rewards."""
 
     def __init__(self) -> None:
-        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]] = (
-            WeakKeyDictionary()
-        )
+        self._lines: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], _Line]] = WeakKeyDictionary()
         self.num_failures = 0
 
-    def slots(self, service: Service) -> asyncio.Semaphore:
-        of_loop = self._slots.setdefault(asyncio.get_running_loop(), {})
-        return of_loop.setdefault((service.url, service.max_in_flight), asyncio.Semaphore(service.max_in_flight))
+    async def send(self, service: Service, payload: Any) -> _Outcome:
+        of_loop = self._lines.setdefault(asyncio.get_running_loop(), {})
+        line = of_loop.setdefault((service.url, service.max_in_flight), _Line(service.max_in_flight))
+        return await line.send(service, payload)
 
 
 _client = _Client()
@@ -125,51 +183,70 @@ async def ask(
     Raises:
         RewardError: the service refused the request (4xx, at once) or every try failed.
     """
-    for attempt in range(service.max_tries):
-        if attempt:
-            await asyncio.sleep(backoff_s(attempt - 1))
-        problem, status, value = await _try_once(service, payload, reject)
+    if service.max_tries < 1:
+        raise ValueError(f"max_retries must be at least 1, got {service.max_tries}")
+    attempt, patient_until = 0, time.monotonic() + MAX_BUSY_S
+    while True:
+        problem, status, value, is_busy = await _client.send(service, payload)
+        if problem is None and reject is not None:
+            problem = reject(value)
         if problem is None:
             return value
-        if status is not None and 400 <= status < 500:
+        if is_busy and time.monotonic() < patient_until:
+            continue
+        if status is not None and 400 <= status < 500 and not is_busy:
             raise _lost(service, "refused the request", sample, problem, status)
-        if attempt + 1 == service.max_tries:
+        attempt += 1
+        if attempt == service.max_tries:
             raise _lost(service, f"failed {service.max_tries} times", sample, problem, status)
-        logger.warning("%s, try %d of %d: %s", service.name, attempt + 1, service.max_tries, problem)
-    raise ValueError(f"max_retries must be at least 1, got {service.max_tries}")
+        logger.warning("%s, try %d of %d: %s", service.name, attempt, service.max_tries, problem)
+        await asyncio.sleep(backoff_s(attempt - 1))
 
 
-async def _try_once(
-    service: Service, payload: Any, reject: Callable[[Any], str | None] | None
-) -> tuple[str | None, int | None, Any]:
-    """(why it failed or None, status or None, the answer's JSON)."""
+async def _send_all(service: Service, payloads: list[Any]) -> list[_Outcome]:
+    """One request with a list; if it is refused, one for each payload, so that a bad one costs the others nothing."""
+    whole = await _send(service, payloads)
+    if whole.problem is not None:
+        is_refused = whole.status is not None and 400 <= whole.status < 500 and not whole.is_busy
+        if is_refused and len(payloads) > 1:
+            return [(await _send_all(service, [payload]))[0] for payload in payloads]
+        return [whole] * len(payloads)
+    if not isinstance(whole.value, list) or len(whole.value) != len(payloads):
+        said = f"{len(payloads)} rewards in a list are needed, not {str(whole.value)[:_HEAD_CHARS]}"
+        return [_Outcome(said, whole.status)] * len(payloads)
+    return [_Outcome(None, whole.status, value) for value in whole.value]
+
+
+async def _send(service: Service, body: Any) -> _Outcome:
+    """POST once. After a busy answer this takes as long as the service asks."""
     import aiohttp  # a fifth of a second that only runs with a reward service pay
 
     from slime.utils.http_utils import shared_session
 
     timeout = aiohttp.ClientTimeout(total=service.timeout_s)
-    async with _client.slots(service):
-        try:
-            # A request that waited for a connection would wait inside its own deadline.
-            async with shared_session(is_control=True).post(
-                service.url,
-                json=payload,
-                headers=headers_for(service.url),
-                proxy=service.proxy,
-                timeout=timeout,
-            ) as answer:
-                status, text = answer.status, await answer.text(errors="replace")
-        except TimeoutError:
-            return f"no answer within {service.timeout_s:g} s", None, None
-        except (aiohttp.ClientError, OSError) as error:
-            return f"{type(error).__name__}: {error}", None, None
-    if status >= 400:
-        return f"HTTP {status}: {text[:_HEAD_CHARS]}", status, None
     try:
-        value = json.loads(text)
+        # A request that waited for a connection would wait inside its own deadline.
+        async with shared_session(is_control=True).post(
+            service.url,
+            json=body,
+            headers=headers_for(service.url),
+            proxy=service.proxy,
+            timeout=timeout,
+        ) as answer:
+            status, text = answer.status, await answer.text(errors="replace")
+            pause = answer.headers.get("Retry-After")
+    except TimeoutError:
+        return _Outcome(f"no answer within {service.timeout_s:g} s")
+    except (aiohttp.ClientError, OSError) as error:
+        return _Outcome(f"{type(error).__name__}: {error}")
+    if is_busy := status == 429 or (status == 503 and pause is not None):
+        await asyncio.sleep(min(float(pause), MAX_BACKOFF_S) if pause and pause.isdecimal() else backoff_s(0))
+    if status >= 400:
+        return _Outcome(f"HTTP {status}: {text[:_HEAD_CHARS]}", status, is_busy=is_busy)
+    try:
+        return _Outcome(None, status, json.loads(text))
     except ValueError:
-        return f"HTTP {status} with a body that is no JSON: {text[:_HEAD_CHARS]!r}", status, None
-    return (reject(value) if reject is not None else None), status, value
+        return _Outcome(f"HTTP {status} with a body that is no JSON: {text[:_HEAD_CHARS]!r}", status)
 
 
 def _lost(service: Service, what: str, sample: Sample, answer: str, status: int | None) -> RewardError:
@@ -187,14 +264,19 @@ def unusable(service: Service, sample: Sample, answer: object) -> RewardError:
 async def remote_rm(args: Args, sample: Sample, max_retries: int = 10) -> Any:
     """POST prompt, response and label to `args.rm_url` and return the answer's JSON.
 
-    At most 64 requests at a time, 120 s for a try. Server and connection errors are tried again, `max_retries` times
-    in all.
+    With --rm-batch-size above 1 a list of what waits, answered by a list. At most --rm-concurrency requests at a time,
+    120 s for a try. Server and connection errors are tried again, `max_retries` times in all.
 
     Raises:
         RewardError: the service refused the request (4xx, at once, with its text) or every try failed.
     """
     service = Service(
-        "the reward service of --rm-url", needed(args.rm_url), max_tries=max_retries, proxy=args.http_proxy
+        "the reward service of --rm-url",
+        needed(args.rm_url),
+        max_in_flight=args.rm_concurrency,
+        max_tries=max_retries,
+        proxy=args.http_proxy,
+        batch_size=args.rm_batch_size,
     )
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     return await ask(service, payload, sample)
