@@ -36,6 +36,8 @@ MODELS = {
     "--expert-ffn-size 512 --vocab-multiple 4096",
     "latent": "--family deepseek_v3 --layers 8 --hidden-size 512 --heads 32 --experts 8 --expert-ffn-size 256 "
     "--vocab-multiple 4096",
+    "images": "--family qwen3_vl --layers 6 --hidden-size 512 --ffn-size 1536 --heads 8 --kv-heads 4 "
+    "--vision-layers 6 --vision-hidden-size 512 --vocab-multiple 4096",
 }
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 CASES = {
@@ -52,9 +54,15 @@ CASES = {
     "1024 tokens, FSDP2, deferred logits": "--max-tokens-per-gpu 1024 --train-backend fsdp "
     "--recompute-loss-function --log-probs-chunk-size 128",
     "experts, 1024 tokens": "--max-tokens-per-gpu 1024 --moe-token-dispatcher-type alltoall",
+    "images, 1024 tokens": '--max-tokens-per-gpu 1024 --multimodal-keys {{"image":"images"}}',
+    "images, FSDP2, a frozen tower": '--max-tokens-per-gpu 1024 --multimodal-keys {{"image":"images"}} '
+    "--train-backend fsdp --freeze-vision-tower",
+    "images, FSDP2, full recompute": '--max-tokens-per-gpu 1024 --multimodal-keys {{"image":"images"}} '
+    "--train-backend fsdp --recompute-granularity full",
     "latent, 1024 tokens": "--max-tokens-per-gpu 1024 --moe-token-dispatcher-type alltoall",
 }
 """Name -> flags; a name that begins with that of a model is that model's, others the first's."""
+IMAGE_SIDE = 10  # Tokens of an image, in each direction
 PROMPT, LENGTHS = 32, (288, 224)  # two samples fill the smaller budget; they differ, as those of a run do
 SAMPLES = 8
 TARGETS = {"state": 0.10, "log-probs": 0.25, "train": 0.25}
@@ -108,7 +116,7 @@ def run_case(name: str, work: Path, accelerator: str) -> dict[str, tuple[float, 
         f"--hf-checkpoint {model} --model-args-from-hf --accelerator {accelerator} --debug-train-only "
         f"--prompt-data {work}/prompts.jsonl --label-key label --rm-type math --num-rollout 2 "
         f"--rollout-batch-size {SAMPLES} --rollout-max-response-len {max(LENGTHS) - PROMPT} "
-        f"--rollout-max-prompt-len {PROMPT} "
+        f"--rollout-max-prompt-len {PROMPT + IMAGE_SIDE**2 * ('images' in name)} "
         "--rollout-function-path slime.rollout.sft_rollout.generate_rollout "
         f"--actor-num-gpus-per-node 1 --recompute-old-log-probs --output-dir {work}/out " + CASES[name]
     ).format(model=model)
@@ -122,9 +130,13 @@ def run_case(name: str, work: Path, accelerator: str) -> dict[str, tuple[float, 
 
 def estimate(args: Any) -> dict[str, float]:
     """What the plan says, by phase."""
-    from slime.plan import make_plan
+    from slime.plan import Facts, make_plan
+    from slime.plan.layout import DataFacts
+    from slime.ray.driver import tower_of
 
-    trainer = make_plan(args).trainer_memory
+    length, images = args.rollout_max_prompt_len, IMAGE_SIDE**2 if args.multimodal_keys else 0
+    data = DataFacts(SAMPLES, SAMPLES, length, length, images)
+    trainer = make_plan(args, Facts(tower=tower_of(args.hf_checkpoint), data=data)).trainer_memory
     assert trainer is not None
     stage = trainer.stages[0]
     # A reference's weights lie in host memory: without a GPU that is the same memory.
@@ -191,7 +203,28 @@ def train_share(args: Any) -> dict[str, Any]:
         "rollout_mask_sums": responses,
         "rollout_log_probs": [[-5.0] * length for length in responses],
     }
+    if args.multimodal_keys:
+        add_images(args, data)
     return split_train_data(args, data, {"dp_size": 1, "cp_size": 1})[0]
+
+
+def add_images(args: Any, data: dict[str, Any]) -> None:
+    """Put an image into the prompt of each sample, one of its own."""
+    import numpy as np
+
+    config = json.loads(Path(args.hf_checkpoint, "config.json").read_text())
+    vision, count = config["vision_config"], IMAGE_SIDE**2
+    side, size = 2 * IMAGE_SIDE, 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    for tokens in data["tokens"]:
+        tokens[1:1] = [config["image_token_id"]] * count
+    data["image_spans"] = [[[1, count]] for _ in data["tokens"]]
+    data["multimodal_train_inputs"] = [
+        {
+            "pixel_values": np.full((side**2, size), i / SAMPLES, dtype=np.float32),
+            "image_grid_thw": np.array([[1, side, side]]),
+        }
+        for i in range(SAMPLES)
+    ]
 
 
 class CpuMeter:

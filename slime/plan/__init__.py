@@ -27,7 +27,7 @@ from slime.plan.layout import (
 )
 from slime.plan.times import DEFAULT_GPU, DEVICES, Device, cpu_device
 from slime.plan.trainer_memory import TrainerMemory, trainer_memory
-from slime.utils.model_shape import ModelShape
+from slime.utils.model_shape import ModelShape, Tower
 from slime.weights.formats import WeightFormat
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class Facts:
     engines: list[EngineKind] | None = None  # None: all alike, as the cluster flags say
     # How --hf-checkpoint is quantised, and with it what engines store and are sent; None: it is not
     weight_format: WeightFormat | None = None
+    tower: Tower | None = None  # Of a checkpoint that sees images
     adapted: tuple[str, ...] = ()  # Megatron's linear layers with LoRA adapters; none: the family is not known
     hooks: list[HookReport] = field(default_factory=list)
     rows: list[RowReport] = field(default_factory=list)
@@ -137,7 +138,7 @@ def make_plan(args: Args, facts: Facts | None = None) -> Plan:
     facts = facts or Facts()
     device = facts.device or (cpu_device(ASSUMED_HOST_MEMORY) if args.accelerator == "cpu" else DEVICES[DEFAULT_GPU])
     shape, fmt = ModelShape.of(args), facts.weight_format
-    shape = shape and replace(shape, adapted=facts.adapted)
+    shape = shape and replace(shape, adapted=facts.adapted, tower=facts.tower)
     layout = ParallelLayout.of(args, shape.num_layers if shape else 1)
     batch = batch_plan(args, layout, facts.data) if args.rollout_batch_size else None
     slots, node_size = slot_layout(args), _node_size(args)
@@ -234,6 +235,10 @@ def _assumptions(
             )
     if any(engine.is_fraction_assumed for engine in engines) and not device.is_shared:
         found.append(f"--sglang-mem-fraction-static {engines[0].mem_fraction}, which SGLang chooses by itself")
+    if batch is not None and batch.image_tokens:
+        found.append(f"{batch.image_tokens} tokens of images in a micro-batch; times leave the tower out")
+    elif args.multimodal_keys and facts.tower:
+        found.append("no images: how large those of the prompts are is not known")
     if args.lora_rank and not facts.adapted:
         found.append("LoRA adapters on every linear layer: the model's family is not known")
     if args.rollout_external_engine_addrs:

@@ -259,6 +259,7 @@ class DataFacts:
     num_measured: int = 0  # Rows at the start whose prompts were measured
     mean_prompt: int | None = None
     max_prompt: int | None = None
+    max_images: int = 0  # Most tokens of a prompt that are images; they are counted in its length, too
 
 
 @dataclass(frozen=True)
@@ -279,6 +280,7 @@ class BatchPlan:
     micro_batch_response_tokens: int  # Of these, response tokens at most
     log_prob_tokens: int  # The same of a pass without gradients (--log-probs-max-tokens-per-gpu)
     log_prob_response_tokens: int
+    image_tokens: int  # Expected of a micro-batch, on each of its context-parallel ranks; those of a prompt once
     micro_batches_per_rank: int  # Expected in each train step
     num_rollouts: int | None  # None: only the data source's length can tell
     epochs: float | None  # Passes over the prompts in the whole run; None where the data could not be read
@@ -336,6 +338,7 @@ def batch_plan(args: Args, layout: ParallelLayout, facts: DataFacts | None) -> B
         micro_batch_response_tokens=response_tokens,
         log_prob_tokens=forward_tokens,
         log_prob_response_tokens=forward_responses,
+        image_tokens=_image_tokens(args, layout, lengths, facts),
         micro_batches_per_rank=micro_batches,
         num_rollouts=num_rollouts,
         epochs=num_rollouts * prompts / facts.num_rows if facts and num_rollouts is not None else None,
@@ -360,6 +363,18 @@ def _tokens(
     if lengths.max_response == 0:
         responses = tokens  # a demonstration may be trained on every token
     return padded, math.ceil(responses / layout.cp)
+
+
+def _image_tokens(args: Args, layout: ParallelLayout, lengths: Lengths, facts: DataFacts | None) -> int:
+    """Tokens of images that the tower makes for one micro-batch, whose samples are mostly of one prompt."""
+    if facts is None or not facts.max_images:
+        return 0
+    samples, limit = args.micro_batch_size, args.max_image_tokens_per_gpu if _is_dynamic(args) else None
+    if _is_dynamic(args):
+        samples = max(1, needed(args.max_tokens_per_gpu) * layout.cp // max(lengths.mean, 1))
+        samples = min(samples, max(1, limit // facts.max_images)) if limit else samples
+    prompts = samples if args.balance_by_flops else math.ceil(samples / args.n_samples_per_prompt) + 1
+    return min(samples, prompts, args.rollout_batch_size) * facts.max_images
 
 
 def _num_micro_batches(args: Args, layout: ParallelLayout, lengths: Lengths, per_step: int) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -23,10 +24,18 @@ from slime.plan.layout import DataFacts, Seat
 from slime.plan.trainer_memory import TrainerMemory
 from slime.utils.data import Dataset, parse_slice, read_rows
 from slime.utils.errors import UsageError
+from slime.utils.files.rows import messages_of
 from slime.utils.files.streams import is_stream
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.misc import attempt
-from slime.utils.processing_utils import load_tokenizer, render_chat
+from slime.utils.processing_utils import (
+    ImageOptions,
+    image_options,
+    load_processor,
+    load_tokenizer,
+    num_image_tokens,
+    render_chat,
+)
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -53,15 +62,40 @@ def read_rows_of(args: Args) -> Found:
     readable = [entry for entry in wanted if parse_slice(entry[1].path)[0].is_file()]
     missing = [f"{name}: {one.path} does not exist" for name, one in wanted if (name, one) not in readable]
     tokenizer = _tokenizer(args, missing) if readable else None
+    processor = _processor(args, [one for _, one in readable]) if tokenizer else None
     facts, reports = None, []
     for name, dataset in readable:
         keys, is_trained = _keys(args, dataset), dataset in args.prompt_sources
         demonstrates = is_trained and args.loss_type == "sft_loss"
-        shown = row_report(args, name, dataset.path, keys=keys, tokenizer=tokenizer, demonstrates=demonstrates)
-        reports.append(shown)
+        file = _File(dataset.path, keys, tokenizer, processor, image_options(args))
+        reports.append(row_report(args, name, file, demonstrates=demonstrates))
         if is_trained:
-            facts = together(facts, data_facts(dataset.path, keys, tokenizer, is_whole=demonstrates))
+            facts = together(facts, data_facts(file, is_whole=demonstrates))
     return facts, reports, missing
+
+
+@dataclass(frozen=True)
+class _File:
+    """A data file, and who reads it."""
+
+    path: str
+    keys: dict[str, Any]  # Of `Dataset`
+    tokenizer: Any
+    processor: Any  # None: its images are not looked at
+    images: ImageOptions
+
+    def first(self, number: int) -> list[tuple[Sample, int]]:
+        """The first rows as the data source would hand them out, each with the tokens of its images."""
+        head, keys = head_of(self.path, number), self.keys
+        samples = Dataset(head, self.tokenizer, None, None, **keys).origin_samples[:number]
+        if self.processor is None or not keys["multimodal_keys"]:
+            return [(sample, 0) for sample in samples]
+        rows = islice(read_rows(head, [] if keys["skip_malformed"] else None), number)
+        return list(zip(samples, (self._image_tokens(*row) for row in rows), strict=True))
+
+    def _image_tokens(self, where: str, row: dict[str, Any]) -> int:
+        messages = messages_of(row, where, self.keys["prompt_key"], self.keys["multimodal_keys"])
+        return num_image_tokens(messages, self.processor, self.images)
 
 
 def together(one: DataFacts | None, other: DataFacts | None) -> DataFacts | None:
@@ -72,9 +106,10 @@ def together(one: DataFacts | None, other: DataFacts | None) -> DataFacts | None
     count = sum(facts.num_measured for facts in measured)
     if not count:
         return DataFacts(one.num_rows + other.num_rows)
+    images = max(one.max_images, other.max_images)
     mean = round(sum(facts.num_measured * (facts.mean_prompt or 0) for facts in measured) / count)
     longest = max(facts.max_prompt or 0 for facts in measured)
-    return DataFacts(one.num_rows + other.num_rows, count, mean, longest)
+    return DataFacts(one.num_rows + other.num_rows, count, mean, longest, images)
 
 
 def _tokenizer(args: Args, missing: list[str]) -> Any:
@@ -85,6 +120,13 @@ def _tokenizer(args: Args, missing: list[str]) -> Any:
     if problem is not None:
         missing.append(f"a tokenizer: {args.hf_checkpoint}: {problem}; data rows are shown raw")
     return tokenizer
+
+
+def _processor(args: Args, datasets: Sequence[DatasetSettings]) -> Any:
+    """The processor where a file has images; without one the text alone is shown."""
+    if not any(one.multimodal_keys for one in datasets):
+        return None
+    return _tried(load_processor, str(args.hf_checkpoint), trust_remote_code=args.trust_remote_code)[0]
 
 
 def _tried(function: Callable[..., T], *args: Any, **keywords: Any) -> tuple[T | None, str | None]:
@@ -104,15 +146,15 @@ def _keys(args: Args, source: DatasetSettings) -> dict[str, Any]:
         "metadata_key": source.metadata_key,
         "apply_chat_template": source.apply_chat_template,
         "apply_chat_template_kwargs": source.apply_chat_template_kwargs,
+        "multimodal_keys": source.multimodal_keys,
         "skip_malformed": args.skip_malformed_data,
         "source": source if source in args.prompt_sources else None,
     }
 
 
-def row_report(
-    args: Args, name: str, path: str, *, keys: dict[str, Any], tokenizer: Any, demonstrates: bool
-) -> RowReport:
+def row_report(args: Args, name: str, file: _File, *, demonstrates: bool) -> RowReport:
     """The first row of a file; rendered and counted where there is a tokenizer, else as it is written."""
+    path, keys, tokenizer = file.path, file.keys, file.tokenizer
     first, problem = _tried(_first_row, args, path)
     if first is None:
         return RowReport(name, path, None, None, [], None, None, None, problem)
@@ -122,9 +164,11 @@ def row_report(
         return RowReport(name, path, where, text, [], None, None, label, None)
 
     def shown() -> RowReport:
-        sample = first_samples(path, keys, tokenizer, 1)[0]
-        parts = _masked(args, sample, tokenizer) if demonstrates else _prompt(sample, tokenizer)
-        return RowReport(name, path, where, *parts, _shown(sample.label), None)
+        sample, of_images = file.first(1)[0]
+        text, pieces, tokens, trained = (
+            _masked(args, sample, tokenizer) if demonstrates else _prompt(sample, tokenizer)
+        )
+        return RowReport(name, path, where, text, pieces, tokens + of_images, trained, _shown(sample.label), None)
 
     report, problem = _tried(shown)
     return report or RowReport(name, path, where, None, [], None, None, None, problem)
@@ -135,11 +179,6 @@ def _first_row(args: Args, path: str) -> tuple[str, dict[str, Any]]:
     for where, row in read_rows(path, [] if args.skip_malformed_data else None):
         return where, row
     raise UsageError(f"{path} has no rows")
-
-
-def first_samples(path: str, keys: dict[str, Any], tokenizer: Any, number: int) -> list[Sample]:
-    """The first rows of a data file as the samples that the data source would hand out."""
-    return list(Dataset(head_of(path, number), tokenizer, None, None, **keys).origin_samples[:number])
 
 
 def head_of(path: str, number: int) -> str:
@@ -177,16 +216,17 @@ def _shown(label: Any) -> str | None:
     return None if label is None else str(label)
 
 
-def data_facts(path: str, keys: dict[str, Any], tokenizer: Any, *, is_whole: bool = False) -> DataFacts | None:
+def data_facts(file: _File, *, is_whole: bool = False) -> DataFacts | None:
     """Rows of the prompt file, and prompt lengths of the first `MEASURED_ROWS`; None where a row cannot be used."""
 
     def read() -> DataFacts | None:
-        num_rows = sum(1 for _ in read_rows(path, [] if keys["skip_malformed"] else None))
-        if tokenizer is None or not num_rows:
+        num_rows = sum(1 for _ in read_rows(file.path, [] if file.keys["skip_malformed"] else None))
+        if file.tokenizer is None or not num_rows:
             return DataFacts(num_rows) if num_rows else None
-        samples = first_samples(path, keys, tokenizer, MEASURED_ROWS)
-        lengths = [_prompt(sample, tokenizer, is_whole=is_whole)[2] for sample in samples]
-        return DataFacts(num_rows, len(lengths), round(sum(lengths) / len(lengths)), max(lengths))
+        first = file.first(MEASURED_ROWS)
+        lengths = [_prompt(sample, file.tokenizer, is_whole=is_whole)[2] + images for sample, images in first]
+        images = max(images for _, images in first)
+        return DataFacts(num_rows, len(lengths), round(sum(lengths) / len(lengths)), max(lengths), images)
 
     return _tried(read)[0]  # why not is in the report of the first row, or in the problems of the command line
 

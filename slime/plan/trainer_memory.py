@@ -24,6 +24,9 @@ O = 8 p / shards; G = 4 p / shards during a train step alone. Passes also hold w
 pass: the whole model where layers stay gathered, else the root's part (embedding, output layer) and two groups of
 layers.
 
+A tower that sees images is whole on every rank of Megatron's first stage, sharded with FSDP2, and there only where
+images are trained on, or with FSDP2. It sees each image of a micro-batch once (`BatchPlan.image_tokens`).
+
 With --lora-rank only the adapters have gradients and an optimizer. A critic is a second trainer without output layer
 on the same GPUs. Without a GPU the reference's copy and the weights that it pushes aside lie in the same memory and
 count too; with one they are host memory. Fragmentation is not counted: `Device.reserved_bytes` is for context
@@ -48,6 +51,8 @@ from slime.plan.activations import (
     layer_working,
     sent_saved,
     stage_saved,
+    tower_layer_saved,
+    tower_saved,
 )
 from slime.plan.layout import BatchPlan, ParallelLayout
 from slime.utils.misc import num_weight_versions
@@ -269,7 +274,9 @@ class _Trainer:
         shards = layout.world_size // args.fsdp_replicate_size
         weights, gradients, optimizer = 4 * params // shards, 4 * trained // shards, 8 * trained // shards
         ends = (1 if self.shape.is_tied else 2) * self.shape.embedding_params + self.shape.norm_params
-        of_layer = (params - ends) / max(self.shape.num_layers, 1)
+        in_layers = tower.num_layers * tower.layer_params if (tower := self.shape.tower) else 0
+        ends += self.tower_params(0) - in_layers
+        of_layer = (params - in_layers - ends) / max(self.shape.num_layers, 1)
         group = max(of_layer, min(args.fsdp_min_group_params + of_layer, params - ends))
         keeps = shards == 1 or not args.fsdp_reshard_after_forward
         gathered = round((params if keeps else min(params, ends + 2 * group)) * self.precision.weight)
@@ -308,8 +315,8 @@ class _Trainer:
 
     def num_params(self, stage: int) -> tuple[int, int, float]:
         """(parameters, those with gradients, those whose optimizer state this rank keeps)."""
-        layout = self.layout
-        num_params = sum(rank_params(self.shape, layout, stage))
+        layout, tower = self.layout, self.tower_params(stage)
+        num_params = sum(rank_params(self.shape, layout, stage)) + tower
         if self.args.lora_rank:
             dense, experts = self.adapters(stage)
             shards = dense / layout.optimizer_shards + experts / layout.expert_optimizer_shards
@@ -319,7 +326,28 @@ class _Trainer:
         # layers that predict further tokens are frozen unless they are trained
         trained = replace(self.shape, num_mtp_layers=self.predictions(stage))
         dense, experts = rank_params(trained, layout, stage)
+        dense += tower * self.trains_tower
         return num_params, dense + experts, dense / layout.optimizer_shards + experts / layout.expert_optimizer_shards
+
+    def tower_params(self, stage: int) -> int:
+        """Parameters of the tower on one rank of a stage, before FSDP2 shards them."""
+        args, tower = self.args, self.shape.tower
+        is_there = stage == 0 and (args.train_backend == "fsdp" or bool(args.multimodal_keys))
+        return tower.num_params if tower is not None and is_there else 0
+
+    @property
+    def trains_tower(self) -> bool:
+        return bool(self.args.multimodal_keys) and not self.args.freeze_vision_tower
+
+    def tower_passes(self, stage: int) -> tuple[int, int]:
+        """(bytes that the tower keeps of a micro-batch's images, that one of its layers works with)."""
+        tower, recompute = self.shape.tower, recompute_of(self.args)
+        if tower is None or not self.tower_params(stage):
+            return 0, 0
+        patches = self.batch.image_tokens * tower.patches_per_token
+        recomputes = self.args.train_backend == "fsdp" and recompute.granularity == "full"
+        kept, layer = tower_saved(tower, self.compute, recomputes=recomputes)
+        return kept * patches * self.trains_tower, max(layer, tower_layer_saved(tower, self.compute)) * patches
 
     def adapters(self, stage: int) -> tuple[int, int]:
         """(parameters of LoRA adapters outside experts, of experts) of one rank of a pipeline stage."""
@@ -355,10 +383,12 @@ class _Trainer:
         kept, again = stage_saved(shape, layers, layout, compute, recompute_of(self.args))
         if layout.vpp > 1 and self.args.overlap_p2p_comm:
             kept += sent_saved(shape, layout, compute, layout.vpp - (stage == layout.pp - 1))
-        saved = round(kept * tokens * in_flight(layout, stage, self.batch.micro_batches_per_rank))
+        of_images, of_a_tower_layer = self.tower_passes(stage)
+        flying = in_flight(layout, stage, self.batch.micro_batches_per_rank)
+        saved = round((kept * tokens + of_images) * flying)
         layer = layers[-1] if layers else 0
-        working = again * tokens + layer_working(shape, layer, layout, compute, tokens)
-        forward = layer_forward(shape, layer, layout, compute, self.batch.log_prob_tokens)
+        working = max(again * tokens + layer_working(shape, layer, layout, compute, tokens), of_a_tower_layer)
+        forward = max(layer_forward(shape, layer, layout, compute, self.batch.log_prob_tokens), of_a_tower_layer)
         head_size = 0
         if stage == layout.pp - 1:
             saved += final_norm_saved(shape, layout, compute) * tokens

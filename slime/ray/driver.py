@@ -31,6 +31,7 @@ from slime.config.parse import Checked, CommandLine, accept
 from slime.config.parser import defaults_of
 from slime.config.problems import collected
 from slime.config.rules.run_dirs import line_to_go_on
+from slime.models.families import family_of_config
 from slime.observability.logging_utils import configure_logger
 from slime.plan import EngineKind, Facts, HookReport, Plan, make_plan
 from slime.plan.fit import misfits
@@ -45,7 +46,9 @@ from slime.utils.errors import UsageError
 from slime.utils.eval_config import dataset_hooks
 from slime.utils.http.api_keys import command_line_without_secrets
 from slime.utils.misc import attempt, load_function, reader_may_leave
+from slime.utils.model_shape import Tower
 from slime.weights.formats import WeightFormat, format_of_checkpoint
+from slime.weights.names import read_config
 
 logger = logging.getLogger(__name__)
 
@@ -208,6 +211,7 @@ def measured_facts(args: Args) -> Facts:
         device=find_device(args.accelerator, args.plan_device),
         engines=engine_kinds(args),
         weight_format=find_format(args.hf_checkpoint),
+        tower=tower_of(args.hf_checkpoint),
         adapted=adapted_linears(args),
     )
 
@@ -320,6 +324,13 @@ def write_json(plan: Plan, path: str) -> None:
         Path(path).write_text(json.dumps(dataclasses.asdict(plan) | {"does_fit": plan.does_fit}, indent=1) + "\n")
     except OSError as error:
         raise UsageError(f"--dry-run-json {path} cannot be written: {error.strerror}; name another file.") from error
+
+
+def tower_of(hf_checkpoint: str | None) -> Tower | None:
+    """The part of --hf-checkpoint that sees images; None where it has none that is known."""
+    config = read_config(hf_checkpoint or "")
+    family, vision = family_of_config(config), config.get("vision_config")
+    return Tower.of(vision) if family is not None and family.sees_images and vision else None
 
 
 def adapted_linears(args: Args) -> tuple[str, ...]:

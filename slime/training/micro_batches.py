@@ -35,7 +35,7 @@ from slime.processes.progress import went_on
 from slime.utils import accelerator
 from slime.utils.accelerator import to_device
 from slime.utils.accelerator.tensor_backper import TensorBackuper
-from slime.utils.dp_schedule import build_dp_schedule, first_fit_pack, split_or_repeat
+from slime.utils.dp_schedule import build_dp_schedule, first_fit_pack, packing_lengths, split_or_repeat
 from slime.utils.misc import num_weight_versions
 from slime.utils.train_data import MicroBatch, RolloutBatch
 
@@ -372,10 +372,11 @@ def _share_in_new_order(
     rank_of = {execution: i for i, execution in enumerate(executions)}
     # stable: samples of one execution stay together, in their order
     samples = sorted(range(len(rollout["rollout_ids"])), key=lambda i: rank_of[rollout["rollout_ids"][i]])
+    lengths = packing_lengths(args, rollout["total_lengths"], rollout.get("image_spans"), cp_size=layout["cp_size"])
     schedule = build_dp_schedule(
         args,
         layout,
-        [rollout["total_lengths"][i] for i in samples],
+        [lengths[i] for i in samples],
         global_batch_size=steps[0],
         rollout_indices=[rollout["rollout_ids"][i] for i in samples],
     )

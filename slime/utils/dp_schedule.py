@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,6 +103,27 @@ def build_dp_schedule(
                 micro_batch_indices[rank].append(list(range(start, start + len(bins[b]))))
         num_microbatches.append(len(bins) // dp_size)
     return DpSchedule(partitions, micro_batch_indices, num_microbatches, [global_batch_size] * len(steps))
+
+
+def packing_lengths(
+    args: Args, total_lengths: Sequence[int], image_spans: Sequence[Sequence[Sequence[int]]] | None, *, cp_size: int
+) -> list[int]:
+    """Lengths of samples by which micro-batches with --max-image-tokens-per-gpu are filled.
+
+    A sample whose images take a larger part of that limit than its tokens take of --max-tokens-per-gpu has the length
+    that takes the same part: so neither limit is passed. Every context-parallel rank sees all images of a micro-batch.
+
+    Example:
+        limits of 100 tokens, 20 of images; a sample of 30 tokens, 10 of them of an image, takes half: its length is 50
+    """
+    limit = args.max_image_tokens_per_gpu
+    if not (limit and image_spans and args.use_dynamic_batch_size):
+        return list(total_lengths)
+    ratio = needed(args.max_tokens_per_gpu) * cp_size / limit
+    return [
+        max(total, math.ceil(ratio * sum(length for _, length in spans)))
+        for total, spans in zip(total_lengths, image_spans, strict=True)
+    ]
 
 
 def group_into_steps(rollout_indices: Sequence[int], global_batch_size: int) -> list[list[int]]:

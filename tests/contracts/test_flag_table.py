@@ -48,6 +48,7 @@ OURS = {
     "--fsdp-compile": "FSDP2",
     "--fsdp-min-group-params": "FSDP2",
     "--freeze-vision-tower": "image training",
+    "--max-image-tokens-per-gpu": "image training",
     "--require-deepep": "an error for what is a warning",
     "--dashboard-host": "pages over the run",
     "--prometheus-port": "one scrape target for the whole run",

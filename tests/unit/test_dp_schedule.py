@@ -12,6 +12,7 @@ from slime.utils.dp_schedule import (
     build_dp_schedule,
     expand_bins_by_splitting,
     first_fit_pack,
+    packing_lengths,
     split_or_repeat,
 )
 
@@ -127,6 +128,28 @@ def test_micro_batches_of_equal_work_may_exceed_the_token_budget():
 def packs(plan):
     """Samples of each micro-batch of the first rank."""
     return [[plan.partitions[0][i] for i in b] for b in plan.micro_batch_indices[0]]
+
+
+def test_a_micro_batch_passes_neither_the_limit_of_tokens_nor_that_of_images():
+    """Their 400 tokens would fit into two micro-batches, their 112 tokens of images need three."""
+    totals, spans = [100, 40, 60, 50, 90, 60], [[[0, 30]], [[5, 12]], [], [[1, 5], [9, 5]], [[2, 40]], [[0, 20]]]
+    args = make_args(max_image_tokens_per_gpu=40)
+    lengths = packing_lengths(args, totals, spans, cp_size=1)
+    assert lengths == [30 * 300 / 40, 90, 60, 75, 300, 150]  # only the sample without images keeps its own
+    assert (
+        packing_lengths(args, totals, None, cp_size=1)
+        == totals
+        == packing_lengths(make_args(max_image_tokens_per_gpu=None), totals, spans, cp_size=1)
+    )
+    (partition,), (micro_batches,), *_ = build_dp_schedule(
+        args, {"dp_size": 1, "cp_size": 1}, lengths, global_batch_size=6, rollout_indices=range(6)
+    )
+    for batch in micro_batches:
+        samples = [partition[i] for i in batch]
+        assert sum(totals[i] for i in samples) <= 300
+        assert sum(length for i in samples for _, length in spans[i]) <= 40
+    # context-parallel ranks share tokens, and each sees all images
+    assert packing_lengths(args, totals, spans, cp_size=2)[0] == 30 * 600 / 40
 
 
 def test_interleaved_stages_get_multiples_of_their_group_on_every_rank():

@@ -21,6 +21,7 @@ from slime.ray.driver import dry_run, engine_kinds, find_device, hook_report, ho
 from slime.rollout.base_types import GenerateFn, RewardFn
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig
+from tests.integration.launch import make_model
 from tests.unit.plan_fakes import CUDA, plan_args
 from tools.make_tiny_model import build_tokenizer
 
@@ -174,6 +175,27 @@ def test_a_row_that_cannot_be_used_says_why(model_dir, tmp_path, row, changes, p
     data = written(tmp_path / "d.jsonl", row)
     _, (report,), _ = read_rows_of(checked(hf_checkpoint=str(model_dir), prompt_data=data, **changes).args)
     assert report.text is None and problem in report.problem
+
+
+def test_the_tokens_of_images_are_counted_in_prompts_and_their_tower_in_the_plan(tmp_path, capsys):
+    """Images of 64 x 64 pixels are 16 x 16 patches of 4 x 4 pixels, of which four make a token."""
+    from PIL import Image
+
+    make_model(tmp_path / "model", "--family", "qwen3_vl")
+    vision = json.loads((tmp_path / "model" / "config.json").read_text())["vision_config"]
+    tokens = (64 // vision["patch_size"]) ** 2 // vision["spatial_merge_size"] ** 2
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    image, none = str(tmp_path / "a.png"), {"input": "none", "images": []}
+    data = written(tmp_path / "d.jsonl", {"input": "<image>how many?", "images": [image]}, none)
+    line = {"hf_checkpoint": str(tmp_path / "model"), "prompt_data": data, "apply_chat_template": True}
+    line |= {"multimodal_keys": {"image": "images"}}
+    facts, (row,), _ = read_rows_of(checked(**line).args)
+    prompt = "<|im_start|>user\n<|vision_start|>*<|vision_end|>how many?<|im_end|>\n<|im_start|>assistant\n"
+    assert row.num_tokens == facts.max_prompt == len(build_tokenizer(sees_images=True).encode(prompt)) - 1 + tokens
+    assert facts.max_images == tokens - 1
+    assert dry_run(checked(**line)) == 0
+    shown = capsys.readouterr().out
+    assert ", tower " in shown and f"- {tokens - 1} tokens of images in a micro-batch" in shown
 
 
 def test_prompts_are_measured_at_the_start_of_the_file(model_dir, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -18,10 +20,11 @@ from slime.plan.activations import (
     layer_saved,
     rotary_saved,
     stage_saved,
+    tower_saved,
 )
-from slime.plan.layout import ParallelLayout, batch_plan
+from slime.plan.layout import DataFacts, ParallelLayout, batch_plan
 from slime.plan.trainer_memory import in_flight, num_host_copies, rank_params, trainer_memory
-from slime.utils.model_shape import ModelShape
+from slime.utils.model_shape import ModelShape, Tower
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tests.unit.plan_fakes import CUDA, plan_args
 
@@ -289,6 +292,80 @@ def counted_per_token(args, skipped=()):
     layout, compute = ParallelLayout.of(args, shape.num_layers), CPU_FP32
     layers = sum(layer_saved(shape, layer, layout, compute, skipped) for layer in range(2))
     return layers + rotary_saved(shape, compute) + final_norm_saved(shape, layout, compute)
+
+
+VISION = {"depth": 3, "hidden_size": 64, "intermediate_size": 160, "num_heads": 4, "out_hidden_size": 96}
+VISION |= {"patch_size": 4, "temporal_patch_size": 2, "hidden_act": "gelu_pytorch_tanh"}
+TOWERS = {
+    "qwen3_vl": {"deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+    "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [2], "hidden_act": "silu"},
+}
+
+
+@pytest.mark.parametrize("family", TOWERS)
+def test_a_tower_has_the_parameters_and_keeps_the_bytes_that_the_plan_counts(family):
+    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+    vision = VISION | TOWERS[family]
+    text = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 96, "intermediate_size": 8}
+    text |= {"vocab_size": 8, "num_key_value_heads": 2}
+    config = CONFIG_MAPPING[family](vision_config=vision, text_config=text)
+    hf = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+    real, tower, found = hf.base_model.visual, Tower.of(vision), {}
+    assert tower.num_params == sum(parameter.numel() for parameter in real.parameters())
+    parameters = {parameter.untyped_storage()._cdata for parameter in real.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage._cdata not in parameters:
+            found[storage._cdata] = tensor
+        return tensor
+
+    patches = torch.randn(2 * 8 * 16, 3 * 2 * 4 * 4)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        real(patches, grid_thw=torch.tensor([[1, 8, 16]] * 2))
+    total = sum(tensor.untyped_storage().nbytes() for tensor in found.values()) / len(patches)
+    assert total == pytest.approx(tower_saved(tower, CPU_FP32, recomputes=False)[0], rel=0.01)
+
+
+def test_images_cost_activations_on_the_stage_that_has_the_tower():
+    """Whole on each rank of Megatron's first stage, a shard of it with FSDP2; frozen it keeps nothing."""
+    tower = Tower.of(VISION | TOWERS["qwen3_vl"])
+    flags = {"multimodal_keys": {"image": "images"}, "actor_num_gpus_per_node": 2}
+
+    def stages(images=64, **changes):
+        args, shape, layout = parts(**flags | changes)
+        batch = batch_plan(args, layout, DataFacts(100, 100, 80, 80, images))
+        return trainer_memory(args, replace(shape, tower=tower), layout, batch).stages
+
+    staged = {"pipeline_model_parallel_size": 2}
+    (first, last), (without, other) = stages(**staged), stages(images=0, **staged)
+    assert last == other and first.params == without.params
+    assert first.params - stages(**staged, multimodal_keys=None)[0].params == tower.num_params
+    # a static micro-batch has one sample, of one image; two of them are in flight; 4 patches make a token
+    kept = tower_saved(tower, CPU_FP32, recomputes=False)[0] * 4 * 64
+    assert first.activations - without.activations == 2 * kept
+    assert stages(**staged, freeze_vision_tower=True)[0].activations == without.activations
+    assert stages(**staged, freeze_vision_tower=True)[0].trained_params == first.trained_params - tower.num_params
+    (sharded,), (no_images,) = stages(train_backend="fsdp"), stages(images=0, train_backend="fsdp")
+    assert sharded.activations - no_images.activations == kept
+    recomputed = stages(train_backend="fsdp", recompute_granularity="full")[0].activations
+    once = tower_saved(tower, CPU_FP32, recomputes=True)[0] * 4 * 64
+    assert recomputed - stages(0, train_backend="fsdp", recompute_granularity="full")[0].activations == once
+
+
+def test_a_micro_batch_sees_the_images_of_few_prompts():
+    def image_tokens(**changes):
+        args, _, layout = parts(
+            use_dynamic_batch_size=True, max_tokens_per_gpu=1280, rollout_max_prompt_len=None, **changes
+        )
+        return batch_plan(args, layout, DataFacts(100, 100, 80, 80, 64)).image_tokens
+
+    # prompts of 80 tokens, responses of 48 on average: ten samples, four of which are of one prompt
+    assert image_tokens() == (3 + 1) * 64
+    assert image_tokens(n_samples_per_prompt=1, rollout_batch_size=32) == 10 * 64
+    assert image_tokens(balance_by_flops=True) == 8 * 64  # of all prompts
+    assert image_tokens(max_image_tokens_per_gpu=140) == 2 * 64
 
 
 @pytest.mark.parametrize("chunk_size", [-1, 40])

@@ -53,6 +53,13 @@ class DataFlags:
     max_tokens_per_gpu: int | None = flag(
         None, "token budget of a micro-batch", needs="use_dynamic_batch_size", at_least=1
     )
+    max_image_tokens_per_gpu: int | None = flag(
+        None,
+        "tokens of images in a micro-batch, at most: the part of the model that sees images keeps activations for "
+        "them, too (default: --max-tokens-per-gpu alone bounds them)",
+        needs="multimodal_keys",
+        at_least=1,
+    )
     log_probs_max_tokens_per_gpu: int | None = flag(
         None,
         "token budget of the passes without gradients: old and reference log-probs (default: --max-tokens-per-gpu)",
@@ -66,8 +73,7 @@ class DataFlags:
     )
     multimodal_keys: dict[str, str] | None = flag(
         None,
-        "JSON: modality (image) -> field of a data row; only with --debug-rollout-only or --eval-only, since nothing "
-        "but text can be trained on",
+        "JSON: modality (image) -> field of a data row that holds the images of its prompt",
         is_json=True,
     )
     image_min_pixels: int | None = flag(

@@ -35,7 +35,7 @@ from slime.rollout.train_data import (
     post_process_rewards,
     samples_to_train_data,
 )
-from slime.utils.dp_schedule import build_dp_schedule
+from slime.utils.dp_schedule import build_dp_schedule, packing_lengths
 from slime.utils.misc import Box, group_by, hook_args, load_function
 from slime.utils.train_data import FlatColumn, flatten_columns
 from slime.utils.types import Sample
@@ -224,7 +224,7 @@ def split_train_data(
     schedule = build_dp_schedule(
         args,
         parallel_config,
-        total_lengths,
+        packing_lengths(args, total_lengths, train_data.get("image_spans"), cp_size=parallel_config["cp_size"]),
         global_batch_size=args.global_batch_size,
         rollout_indices=train_data["rollout_ids"],
     )
