@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slime.processes.directories import open_new
 from slime.utils.errors import UsageError, line_of_full_disk
+from slime.utils.processing_utils import encode_image_for_rollout_engine, open_image
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ def save_dump(path: str | Path, data: dict[str, Any]) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open_new(unfinished) as file:  # torch's own says of a full disk only that it could not write
-            torch.save(_plain(data), file)
+            torch.save(plain(data), file)
         unfinished.replace(target)
     except (OSError, RuntimeError) as error:
         if (problem := line_of_full_disk(error)) is None:
@@ -241,7 +242,7 @@ def load_dump(
 
     Args:
         path: the file.
-        trusted: where it holds objects other than tensors and plain data (images, what user code put on its samples),
+        trusted: where it holds objects other than tensors and plain data (what user code put on its samples),
             make them, which runs code that the file names. Without it such a file is refused.
         remedy: what the user can do about that, for the error.
 
@@ -287,7 +288,7 @@ def load_samples(path: str | Path, *, option: str) -> list[Sample]:
     samples = dump.get("samples")
     if not isinstance(samples, list) or "dp_shards" in dump:
         raise UsageError(f"{option}: {path} is no dump of a rollout's samples (--save-debug-rollout-data)")
-    return [Sample.from_dict(sample) for sample in samples]
+    return samples_of([samples])[0]
 
 
 def subsample(samples: list[Sample], share: float | None) -> list[Sample]:
@@ -304,26 +305,61 @@ def subsample(samples: list[Sample], share: float | None) -> list[Sample]:
     return samples[:head] + samples[len(samples) - (wanted - head) :]
 
 
-def _plain(value: Any, made: dict[int, Any] | None = None) -> Any:
-    """The same data without numpy: arrays as tensors, scalars as Python's. What several samples share they share still
-    (`made`: a tensor by the id of its array): pixels are by far the largest part of a rollout with images.
+def plain(value: Any, made: dict[int, Any] | None = None) -> Any:
+    """The same data without numpy and PIL: arrays as tensors, scalars as Python's, images as PNG files, which lose
+    nothing. What several samples share they share still (`made`: what became of an object, by its id): pixels are by
+    far the largest part of a rollout with images.
     """
     import numpy as np
     import torch
+    from PIL import Image
 
     made = {} if made is None else made
     if isinstance(value, dict) and type(value) is dict:
-        return {key: _plain(entry, made) for key, entry in value.items()}
+        return {key: plain(entry, made) for key, entry in value.items()}
     if type(value) in (list, tuple):
         # token lists are long and hold only numbers: they are looked at, not rebuilt
         if all(type(entry) in (int, float, str, bool) for entry in value):
             return value
-        return type(value)(_plain(entry, made) for entry in value)
+        return type(value)(plain(entry, made) for entry in value)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         if id(value) not in made:
             made[id(value)] = torch.from_numpy(np.ascontiguousarray(value))
         return made[id(value)]
+    if isinstance(value, Image.Image) and value.mode == "RGB":
+        if id(value) not in made:
+            made[id(value)] = encode_image_for_rollout_engine(value)
+        return made[id(value)]
     return value.item() if isinstance(value, np.generic) else value
+
+
+def with_plain_images(fields: dict[str, Any], made: dict[int, Any]) -> dict[str, Any]:
+    """The fields of a sample, of which those of images are as `plain` writes them; `made` as there."""
+    return fields | {name: plain(fields[name], made) for name in ("multimodal_inputs", "multimodal_train_inputs")}
+
+
+def samples_of(groups: Iterable[Iterable[dict[str, Any]]]) -> list[list[Sample]]:
+    """Groups of samples from what `plain` made of their dicts; what they share they share again."""
+    made: dict[Any, Any] = {}
+    return [[_sample_of(fields, made) for fields in group] for group in groups]
+
+
+def _sample_of(fields: dict[str, Any], made: dict[Any, Any]) -> Sample:
+    sample = Sample.from_dict(fields)
+    given, arrays = sample.multimodal_inputs or {}, sample.multimodal_train_inputs
+    if images := given.get("images"):
+        key = tuple(map(id, images))
+        if key not in made:
+            opened = [open_image(image) if isinstance(image, str) else image for image in images]
+            made[key] = {**given, "images": opened}
+        sample.multimodal_inputs = made[key]
+    if arrays is not None:
+        sample.multimodal_train_inputs = {name: _array_of(value, made) for name, value in arrays.items()}
+    return sample
+
+
+def _array_of(value: Any, made: dict[Any, Any]) -> Any:
+    return made.setdefault(id(value), value.numpy()) if hasattr(value, "numpy") else value
 
 
 def reason_of(error: Exception) -> str:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from slime.checkpoints.paths import entries_of, manifest_of_state, state_path, to_disk, write_manifest
-from slime.checkpoints.rollout_files import load_dump
+from slime.checkpoints.rollout_files import load_dump, samples_of, with_plain_images
 from slime.config.args import Args
 from slime.config.lora_policies import policies_of
 from slime.config.prompt_sources import prompt_sources
@@ -196,7 +196,7 @@ class RolloutDataSource(DataSource):
         """Restore the state that --load holds for this rollout; without --load or a rollout, begin anew.
 
         Raises:
-            UsageError: the state is damaged; or its buffer holds objects (images, what user code put on its samples),
+            UsageError: the state is damaged; or its buffer holds objects (what user code put on its samples),
                 which only a run trusts that goes on from its own --save.
         """
         if self.args.load is None or rollout_id is None or rollout_id < 0:
@@ -292,7 +292,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     def state_dict(self) -> dict[str, Any]:
         """The place and the buffer's groups."""
-        buffer = [[copy.deepcopy(sample).to_dict() for sample in group] for group in self.buffer]
+        made: dict[int, Any] = {}
+        buffer = [[with_plain_images(copy.deepcopy(sample).to_dict(), made) for sample in g] for g in self.buffer]
         return {**super().state_dict(), "buffer": buffer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -302,7 +303,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         are counted back from there: otherwise old tokens would be taken for new ones (--max-weight-staleness).
         """
         super().load_state_dict(state)
-        self.buffer = [[Sample.from_dict(sample) for sample in group] for group in state.get("buffer", [])]
+        self.buffer = samples_of(state.get("buffer", []))
         trained_at = state.get("trained_at")
         if trained_at is not None and WeightClock().version is None:
             for sample in (sample for group in self.buffer for sample in group):

@@ -116,9 +116,9 @@ def packing_lengths(
     Example:
         limits of 100 tokens, 20 of images; a sample of 30 tokens, 10 of them of an image, takes half: its length is 50
     """
-    limit = args.max_image_tokens_per_gpu
-    if not (limit and image_spans and args.use_dynamic_batch_size):
+    if not (image_spans and args.max_image_tokens_per_gpu and args.use_dynamic_batch_size):
         return list(total_lengths)
+    limit = args.max_image_tokens_per_gpu
     ratio = needed(args.max_tokens_per_gpu) * cp_size / limit
     return [
         max(total, math.ceil(ratio * sum(length for _, length in spans)))

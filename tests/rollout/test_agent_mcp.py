@@ -19,13 +19,16 @@ from slime.agent import rollout
 from slime.agent.gateway import Gateway
 from slime.agent.harness import HARNESSES, HarnessContext, make_harness
 from slime.agent.mcp_endpoint import McpEndpoint
+from slime.rollout.hooks.sample_errors import sample_problem
 from slime.rollout.mcp_tools import McpTools
 from slime.utils import async_utils
+from slime.utils.processing_utils import open_image
 from slime.utils.types import Sample
 from tests.rollout.test_mcp_tools import COMMAND
 from tests.unit.agent_fakes import CHAT, finish, gateway, opened, raw, send, until
 from tests.unit.rollout_fakes import rollout_args
 from tests.unit.test_agent_generate import END, TASK, TOKENIZER, arguments, call
+from tests.unit.test_agent_pictures import seeing
 
 SERVER = {"name": "loud", "command": COMMAND, "timeout_s": 30, "max_result_chars": 40, "max_calls": 3}
 
@@ -92,6 +95,31 @@ def test_calls_are_bounded_and_counted_for_each_session(endpoint: McpEndpoint) -
         assert send(server, CHAT, key)[0] == 200
         [sample] = finish(server, key)
     assert sample.metadata["mcp_calls"] == {"loud": 3} and sample.reward_is_trusted
+
+
+def test_an_image_of_a_tool_comes_back_in_a_request_and_is_trained_on(
+    endpoint: McpEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with seeing(["one", "red"]) as (server, engine):
+        server.mcp, key = endpoint, opened(server)
+        [left_out] = rpc(server, key, "tools/call", name="camera", arguments={"letter": "a"})["result"]["content"]
+        assert left_out["text"] == "a\n[image image/png]", "without --multimodal-keys"
+        monkeypatch.setattr(endpoint.args, "multimodal_keys", {"image": "none"})
+        words, image = rpc(server, key, "tools/call", name="camera", arguments={"letter": "a"})["result"]["content"]
+        assert (words["text"], image["type"], image["mimeType"]) == ("a", "image", "image/png")
+        seen = {"type": "image_url", "image_url": {"url": f"data:{image['mimeType']};base64,{image['data']}"}}
+        asked: list[Any] = [{"role": "user", "content": "look"}]
+        engine.meta = {"prompt_tokens": len("<user>look<assistant>")}
+        assert send(server, CHAT, key, {"messages": asked})[0] == 200
+        asked += [{"role": "assistant", "content": "one"}, {"role": "tool", "content": [words, seen]}]
+        engine.meta = {"prompt_tokens": len("<user>look<assistant>one<tool>a<assistant>") + 48}
+        assert send(server, CHAT, key, {"messages": asked})[0] == 200
+        [sample] = finish(server, key)
+    shown = open_image(engine.requests[-1]["image_data"][0])
+    assert shown.size == (48, 32) and shown.getpixel((0, 0)) == (255, 0, 0)
+    # the processor of this test makes a token of each column
+    assert sample.image_spans == [[len("<user>look<assistant>one<tool>a"), 48]]
+    assert sample.metadata["mcp_calls"] == {"loud": 2} and sample_problem(rollout_args(), sample) is None
 
 
 @pytest.mark.parametrize(

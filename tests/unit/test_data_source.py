@@ -7,6 +7,7 @@ import json
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 
@@ -129,6 +130,28 @@ def test_a_resumed_source_goes_on_with_the_same_samples_and_buffer(make, tmp_pat
     assert names == ["global_dataset_state_dict_4.manifest.json", "global_dataset_state_dict_4.pt"], (
         "no temporary left"
     )
+
+
+def test_images_of_half_done_samples_are_resumed_as_plain_data_by_a_run_that_saves_elsewhere(make, tmp_path, caplog):
+    from PIL import Image
+
+    image = Image.effect_noise((9, 7), 50).convert("RGB")
+    source = make(save=str(tmp_path), n_samples_per_prompt=2)
+    (group,) = source.get_samples(1)
+    given, made = {"images": [image], "videos": None}, {"image_grid_thw": np.array([[1, 4, 3]])}
+    for sample in group:
+        sample.tokens, sample.image_spans, sample.response_length = [5, 9, 9, 9, 6], [[1, 3]], 1
+        sample.multimodal_inputs, sample.multimodal_train_inputs = given, made
+    source.add_samples([group])
+    source.save(0)
+    resumed = make(load=str(tmp_path), n_samples_per_prompt=2)
+    resumed.load(0)
+    ((one, other),) = resumed.buffer
+    assert one.multimodal_inputs is other.multimodal_inputs and one.image_spans == [[1, 3]]
+    assert one.multimodal_inputs["images"][0].tobytes() == image.tobytes()
+    arrays = [sample.multimodal_train_inputs["image_grid_thw"] for sample in (one, other)]
+    assert arrays[0] is arrays[1] and type(arrays[0]) is np.ndarray and arrays[0].tolist() == [[1, 4, 3]]
+    assert group[0].multimodal_inputs["images"] == [image] and "file of your own" not in caplog.text
 
 
 @pytest.fixture

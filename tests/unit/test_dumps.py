@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from slime.checkpoints.rollout_files import load_dump, load_samples, save_dump, subsample
 from slime.utils.errors import UsageError
@@ -45,6 +46,14 @@ def test_pixels_that_samples_of_a_prompt_share_are_written_once_and_shared_again
     first, *others = (sample.multimodal_train_inputs for sample in load_samples(path, option="--x"))
     assert first is not None and first["pixel_values"].sum() == 50_000
     assert all(one is not None and one["pixel_values"] is first["pixel_values"] for one in others)
+
+
+def test_an_image_is_written_as_a_file_and_read_without_trust(tmp_path: Path):
+    image = Image.effect_noise((9, 7), 50).convert("RGB")
+    path = write(tmp_path / "0.pt", *(Sample(multimodal_inputs={"images": [image]}) for _ in range(2)))
+    load_dump(path)
+    first, second = (sample.multimodal_inputs for sample in load_samples(path, option="--x"))
+    assert first is second and first is not None and first["images"][0].tobytes() == image.tobytes()
 
 
 def test_objects_are_read_only_from_a_file_that_is_trusted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
