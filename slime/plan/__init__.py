@@ -26,8 +26,9 @@ from slime.plan.layout import (
     slot_layout,
 )
 from slime.plan.times import DEFAULT_GPU, DEVICES, Device, cpu_device
+from slime.plan.tower import Tower
 from slime.plan.trainer_memory import TrainerMemory, trainer_memory
-from slime.utils.model_shape import ModelShape, Tower
+from slime.utils.model_shape import ModelShape
 from slime.weights.formats import WeightFormat
 
 if TYPE_CHECKING:
@@ -138,14 +139,15 @@ def make_plan(args: Args, facts: Facts | None = None) -> Plan:
     facts = facts or Facts()
     device = facts.device or (cpu_device(ASSUMED_HOST_MEMORY) if args.accelerator == "cpu" else DEVICES[DEFAULT_GPU])
     shape, fmt = ModelShape.of(args), facts.weight_format
-    shape = shape and replace(shape, adapted=facts.adapted, tower=facts.tower)
+    tower_params = facts.tower.num_params if facts.tower else 0
+    shape = shape and replace(shape, adapted=facts.adapted, tower_params=tower_params)
     layout = ParallelLayout.of(args, shape.num_layers if shape else 1)
     batch = batch_plan(args, layout, facts.data) if args.rollout_batch_size else None
     slots, node_size = slot_layout(args), _node_size(args)
     kinds = _engine_kinds(args, slots) if facts.engines is None else facts.engines
     serving = [kind for kind in kinds if kind.serves_policy and kind.group.name != "placeholder"]
     engines = [_memory_of(kind, shape, device, batch, fmt) for kind in serving if shape]
-    trainers = _trainers(args, slots, shape, layout, batch)
+    trainers = _trainers(args, slots, shape, layout, batch, facts.tower)
     num_nodes = -(-slots.total // node_size)
     sends = times.transport(args, shape, device, num_nodes=num_nodes, fmt=fmt) if shape else None
     phases: list[times.Phase] = []
@@ -185,13 +187,18 @@ def _engine_kinds(args: Args, slots: SlotLayout) -> list[EngineKind]:
 
 
 def _trainers(
-    args: Args, slots: SlotLayout, shape: ModelShape | None, layout: ParallelLayout, batch: BatchPlan | None
+    args: Args,
+    slots: SlotLayout,
+    shape: ModelShape | None,
+    layout: ParallelLayout,
+    batch: BatchPlan | None,
+    tower: Tower | None,
 ) -> list[TrainerMemory]:
     """The memory of the actor and of a critic; empty where it cannot be planned."""
     if not (shape and batch and slots.num_trainers):
         return []
     roles = (False, True) if args.use_critic else (False,)
-    return [trainer_memory(args, shape, layout, batch, is_critic=is_critic) for is_critic in roles]
+    return [trainer_memory(args, shape, layout, batch, is_critic=is_critic, tower=tower) for is_critic in roles]
 
 
 def _memory_of(

@@ -21,13 +21,6 @@ is not one kernel also the product times the router's probability. Latent attent
 own widths; it is not measured on CUDA. Full recomputation keeps the input of every chunk of layers
 and makes one chunk again at a time.
 
-A tower that sees images keeps per patch, in the same way (`tower_saved`):
-
-    layer              norms: input and output = 4 H (Qwen2.5-VL on CPU 6 H), projection 3 H, rotated q and k 2 H,
-                       attention's output, per image and joined, 2 H; MLP 2 F, with a gate 4 F (3 F in one kernel)
-    once               its numbers, the last layer's output H, cos and sin 2 d; of each merger 3 H: input, and both
-                       sides of its activation (Qwen2.5-VL on CPU: 4 H of its norm)
-
 The output layer counts apart (`HeadBytes`): T packed tokens, R response tokens, C of them in a chunk
 (--log-probs-chunk-size), V columns of the vocabulary of this rank. Logits and their gradient have the compute dtype;
 the float32 copies of a chunk's rows exist on CPU alone, where nothing is fused. The formulas name tensors of
@@ -40,7 +33,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from slime.plan.layout import ParallelLayout
-from slime.utils.model_shape import ModelShape, Tower
+from slime.utils.model_shape import ModelShape
 
 FP32 = 4
 DEFERRED_CHUNK = 1024  # Rows of a chunk of --recompute-loss-function where --log-probs-chunk-size does not say
@@ -239,25 +232,6 @@ def stage_saved(
         return angles + round(hidden * len(saved[:size])) + sum(saved[size:]), max(saved[:size], default=0)
     chunks = [sum(saved[start : start + size]) for start in range(0, len(saved), size)]
     return angles + round(hidden * len(chunks)), max(chunks, default=0)
-
-
-def tower_layer_saved(tower: Tower, compute: Compute) -> int:
-    """Bytes per patch that a layer of the tower keeps for its backward pass."""
-    hidden, is_composite = tower.hidden_size, tower.is_gated and compute.is_cpu
-    mlp = (3 if compute.has_fused_gate else 4) if tower.is_gated else 2
-    elements = (11 + 2 * is_composite) * hidden + mlp * tower.ffn_hidden_size
-    return elements * compute.element_size + (tower.num_heads + (2 if tower.is_gated else 4)) * FP32
-
-
-def tower_saved(tower: Tower, compute: Compute, *, recomputes: bool) -> tuple[int, int]:
-    """Bytes per patch of the whole tower: (kept until its backward pass, made again for one layer)."""
-    layer, hidden = tower_layer_saved(tower, compute), tower.hidden_size
-    mergers = (1 + tower.num_deepstack) * 3 * hidden + hidden
-    mergers += hidden if tower.is_gated and compute.is_cpu else 0
-    once = (tower.patch_width + mergers) * compute.element_size + 2 * hidden // tower.num_heads * FP32
-    if recomputes:
-        return once + tower.num_layers * hidden * compute.element_size, layer
-    return once + tower.num_layers * layer, 0
 
 
 def deferred_head_bytes(shape: ModelShape, layout: ParallelLayout, compute: Compute, rows: HeadRows) -> HeadBytes:

@@ -141,7 +141,7 @@ def weight_params(shape: ModelShape, tp: int, pp: int, ep: int) -> dict[str, int
     linear = {part: sum(vars(layer)[part] // max(tp, ep) for layer in stage) for part in PROBES}
     embeddings = 1 if shape.is_tied or pp > 1 else 2
     others = sum(layer.replicated for layer in stage) + embeddings * shape.embedding_params // tp + shape.norm_params
-    others += shape.tower.num_params // tp if shape.tower else 0
+    others += shape.tower_params // tp
     return linear | {"others": others}
 
 

@@ -262,6 +262,20 @@ class DataFacts:
     max_images: int = 0  # Most tokens of a prompt that are images; they are counted in its length, too
 
 
+def together(one: DataFacts | None, other: DataFacts | None) -> DataFacts | None:
+    """Facts about two files; the mean length is that of the rows that were measured."""
+    if one is None or other is None:
+        return one or other
+    measured = [facts for facts in (one, other) if facts.num_measured]
+    count = sum(facts.num_measured for facts in measured)
+    if not count:
+        return DataFacts(one.num_rows + other.num_rows)
+    images = max(one.max_images, other.max_images)
+    mean = round(sum(facts.num_measured * (facts.mean_prompt or 0) for facts in measured) / count)
+    longest = max(facts.max_prompt or 0 for facts in measured)
+    return DataFacts(one.num_rows + other.num_rows, count, mean, longest, images)
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """The arithmetic of one rollout, and of the run."""

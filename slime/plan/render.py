@@ -20,7 +20,7 @@ from rich.table import Table
 
 from slime.plan import Plan, RowReport
 from slime.plan.fit import EngineMemory
-from slime.plan.layout import DataFacts, Seat
+from slime.plan.layout import DataFacts, Seat, together
 from slime.plan.trainer_memory import TrainerMemory
 from slime.utils.data import Dataset, parse_slice, read_rows
 from slime.utils.errors import UsageError
@@ -28,14 +28,7 @@ from slime.utils.files.rows import messages_of
 from slime.utils.files.streams import is_stream
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.misc import attempt
-from slime.utils.processing_utils import (
-    ImageOptions,
-    image_options,
-    load_processor,
-    load_tokenizer,
-    num_image_tokens,
-    render_chat,
-)
+from slime.utils.processing_utils import image_options, load_processor, load_tokenizer, num_image_tokens, render_chat
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -62,12 +55,14 @@ def read_rows_of(args: Args) -> Found:
     readable = [entry for entry in wanted if parse_slice(entry[1].path)[0].is_file()]
     missing = [f"{name}: {one.path} does not exist" for name, one in wanted if (name, one) not in readable]
     tokenizer = _tokenizer(args, missing) if readable else None
-    processor = _processor(args, [one for _, one in readable]) if tokenizer else None
+    has_images = tokenizer is not None and any(one.multimodal_keys for _, one in readable)
+    trust = args.trust_remote_code
+    processor = _tried(load_processor, args.hf_checkpoint, trust_remote_code=trust)[0] if has_images else None
     facts, reports = None, []
     for name, dataset in readable:
         keys, is_trained = _keys(args, dataset), dataset in args.prompt_sources
         demonstrates = is_trained and args.loss_type == "sft_loss"
-        file = _File(dataset.path, keys, tokenizer, processor, image_options(args))
+        file = _File(dataset.path, keys, tokenizer, processor, args)
         reports.append(row_report(args, name, file, demonstrates=demonstrates))
         if is_trained:
             facts = together(facts, data_facts(file, is_whole=demonstrates))
@@ -82,34 +77,19 @@ class _File:
     keys: dict[str, Any]  # Of `Dataset`
     tokenizer: Any
     processor: Any  # None: its images are not looked at
-    images: ImageOptions
+    args: Args
 
     def first(self, number: int) -> list[tuple[Sample, int]]:
         """The first rows as the data source would hand them out, each with the tokens of its images."""
         head, keys = head_of(self.path, number), self.keys
         samples = Dataset(head, self.tokenizer, None, None, **keys).origin_samples[:number]
-        if self.processor is None or not keys["multimodal_keys"]:
+        kinds = None if self.processor is None else keys["multimodal_keys"]
+        if not kinds:
             return [(sample, 0) for sample in samples]
         rows = islice(read_rows(head, [] if keys["skip_malformed"] else None), number)
-        return list(zip(samples, (self._image_tokens(*row) for row in rows), strict=True))
-
-    def _image_tokens(self, where: str, row: dict[str, Any]) -> int:
-        messages = messages_of(row, where, self.keys["prompt_key"], self.keys["multimodal_keys"])
-        return num_image_tokens(messages, self.processor, self.images)
-
-
-def together(one: DataFacts | None, other: DataFacts | None) -> DataFacts | None:
-    """Facts about two files; the mean length is that of the rows that were measured."""
-    if one is None or other is None:
-        return one or other
-    measured = [facts for facts in (one, other) if facts.num_measured]
-    count = sum(facts.num_measured for facts in measured)
-    if not count:
-        return DataFacts(one.num_rows + other.num_rows)
-    images = max(one.max_images, other.max_images)
-    mean = round(sum(facts.num_measured * (facts.mean_prompt or 0) for facts in measured) / count)
-    longest = max(facts.max_prompt or 0 for facts in measured)
-    return DataFacts(one.num_rows + other.num_rows, count, mean, longest, images)
+        prompts = [messages_of(row, where, keys["prompt_key"], kinds) for where, row in rows]
+        counts = [num_image_tokens(prompt, self.processor, image_options(self.args)) for prompt in prompts]
+        return list(zip(samples, counts, strict=True))
 
 
 def _tokenizer(args: Args, missing: list[str]) -> Any:
@@ -120,13 +100,6 @@ def _tokenizer(args: Args, missing: list[str]) -> Any:
     if problem is not None:
         missing.append(f"a tokenizer: {args.hf_checkpoint}: {problem}; data rows are shown raw")
     return tokenizer
-
-
-def _processor(args: Args, datasets: Sequence[DatasetSettings]) -> Any:
-    """The processor where a file has images; without one the text alone is shown."""
-    if not any(one.multimodal_keys for one in datasets):
-        return None
-    return _tried(load_processor, str(args.hf_checkpoint), trust_remote_code=args.trust_remote_code)[0]
 
 
 def _tried(function: Callable[..., T], *args: Any, **keywords: Any) -> tuple[T | None, str | None]:

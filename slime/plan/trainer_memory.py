@@ -51,10 +51,9 @@ from slime.plan.activations import (
     layer_working,
     sent_saved,
     stage_saved,
-    tower_layer_saved,
-    tower_saved,
 )
 from slime.plan.layout import BatchPlan, ParallelLayout
+from slime.plan.tower import Tower, tower_layer_saved, tower_saved
 from slime.utils.misc import num_weight_versions
 from slime.utils.model_shape import ModelShape
 
@@ -160,7 +159,13 @@ def recompute_of(args: Args) -> Recompute:
 
 
 def trainer_memory(
-    args: Args, shape: ModelShape, layout: ParallelLayout, batch: BatchPlan, *, is_critic: bool = False
+    args: Args,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    batch: BatchPlan,
+    *,
+    is_critic: bool = False,
+    tower: Tower | None = None,
 ) -> TrainerMemory:
     """Bytes of every pipeline stage of the trainer (see the module's docstring for the formula).
 
@@ -169,7 +174,7 @@ def trainer_memory(
     precision, recompute = Precision.of(args), recompute_of(args)
     if is_critic:
         shape = replace(shape, is_tied=True)  # one embedding, and no output layer
-    trainer = _Trainer(args, shape, layout, batch, is_critic)
+    trainer = _Trainer(args, shape, layout, batch, is_critic, tower)
     stages = [trainer.stage(stage) for stage in range(layout.pp)]
     return TrainerMemory(stages, precision.name, describe(recompute))
 
@@ -232,6 +237,7 @@ class _Trainer:
     layout: ParallelLayout
     batch: BatchPlan
     is_critic: bool
+    tower: Tower | None
 
     @property
     def precision(self) -> Precision:
@@ -274,7 +280,7 @@ class _Trainer:
         shards = layout.world_size // args.fsdp_replicate_size
         weights, gradients, optimizer = 4 * params // shards, 4 * trained // shards, 8 * trained // shards
         ends = (1 if self.shape.is_tied else 2) * self.shape.embedding_params + self.shape.norm_params
-        in_layers = tower.num_layers * tower.layer_params if (tower := self.shape.tower) else 0
+        in_layers = tower.num_layers * tower.layer_params if (tower := self.tower) else 0
         ends += self.tower_params(0) - in_layers
         of_layer = (params - in_layers - ends) / max(self.shape.num_layers, 1)
         group = max(of_layer, min(args.fsdp_min_group_params + of_layer, params - ends))
@@ -331,7 +337,7 @@ class _Trainer:
 
     def tower_params(self, stage: int) -> int:
         """Parameters of the tower on one rank of a stage, before FSDP2 shards them."""
-        args, tower = self.args, self.shape.tower
+        args, tower = self.args, self.tower
         is_there = stage == 0 and (args.train_backend == "fsdp" or bool(args.multimodal_keys))
         return tower.num_params if tower is not None and is_there else 0
 
@@ -341,7 +347,7 @@ class _Trainer:
 
     def tower_passes(self, stage: int) -> tuple[int, int]:
         """(bytes that the tower keeps of a micro-batch's images, that one of its layers works with)."""
-        tower, recompute = self.shape.tower, recompute_of(self.args)
+        tower, recompute = self.tower, recompute_of(self.args)
         if tower is None or not self.tower_params(stage):
             return 0, 0
         patches = self.batch.image_tokens * tower.patches_per_token

@@ -37,6 +37,7 @@ from slime.plan import EngineKind, Facts, HookReport, Plan, make_plan
 from slime.plan.fit import misfits
 from slime.plan.layout import EngineGroup, slot_layout
 from slime.plan.times import DEFAULT_GPU, DEVICES, Device, cpu_device, device_of_gpu
+from slime.plan.tower import Tower
 from slime.processes.progress import host_memory
 from slime.ray.utils import ActorFailure
 from slime.rollout.base_types import HOOKS
@@ -46,7 +47,6 @@ from slime.utils.errors import UsageError
 from slime.utils.eval_config import dataset_hooks
 from slime.utils.http.api_keys import command_line_without_secrets
 from slime.utils.misc import attempt, load_function, reader_may_leave
-from slime.utils.model_shape import Tower
 from slime.weights.formats import WeightFormat, format_of_checkpoint
 from slime.weights.names import read_config
 

@@ -129,56 +129,6 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Tower:
-    """Sizes of the part of a model that sees images."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    patch_width: int  # Numbers of a patch
-    patches_per_token: int
-    out_size: int  # Channels of a token, which are the language model's
-    num_deepstack: int  # Inner layers that the language model reads, too
-    num_positions: int  # Rows of an embedding of positions
-    is_gated: bool  # The gated MLP and the norms without bias of Qwen2.5-VL
-
-    @classmethod
-    def of(cls, vision: Mapping[str, Any]) -> Tower:
-        """The tower that the `vision_config` of a config.json of a Qwen model describes."""
-        channels = vision.get("in_channels") or vision.get("in_chans") or 3
-        return cls(
-            num_layers=vision["depth"],
-            hidden_size=vision["hidden_size"],
-            ffn_hidden_size=vision["intermediate_size"],
-            num_heads=vision["num_heads"],
-            patch_width=channels * vision.get("temporal_patch_size", 2) * vision["patch_size"] ** 2,
-            patches_per_token=vision.get("spatial_merge_size", 2) ** 2,
-            out_size=vision["out_hidden_size"],
-            num_deepstack=len(vision.get("deepstack_visual_indexes") or ()),
-            num_positions=vision.get("num_position_embeddings") or 0,
-            is_gated=vision.get("hidden_act") == "silu",
-        )
-
-    @property
-    def layer_params(self) -> int:
-        """Of one layer."""
-        hidden, ffn = self.hidden_size, self.ffn_hidden_size
-        norms = (2 if self.is_gated else 4) * hidden
-        mlp = (2 + self.is_gated) * hidden * ffn + (1 + self.is_gated) * ffn + hidden
-        return norms + 4 * hidden * (hidden + 1) + mlp
-
-    @property
-    def num_params(self) -> int:
-        """Of all layers, of the embeddings of patches and positions, and of what makes tokens of patches."""
-        hidden, joined = self.hidden_size, self.patches_per_token * self.hidden_size
-        merger = joined * (joined + 1) + self.out_size * (joined + 1)
-        norms = hidden if self.is_gated else 2 * hidden + 2 * joined * self.num_deepstack
-        patches = hidden * (self.patch_width + (not self.is_gated) + self.num_positions)
-        return self.num_layers * self.layer_params + patches + norms + (1 + self.num_deepstack) * merger
-
-
-@dataclass(frozen=True)
 class LayerParams:
     """Parameters of one layer by how a layout divides them: over TP, over no rank, over experts' ranks."""
 
@@ -222,7 +172,7 @@ class ModelShape:
     # Counted in every layer: which ones take the choice of an earlier one (GLM-5.2), no flag says
     indexer: Indexer | None = None
     adapted: tuple[str, ...] = ()  # Linear layers with LoRA adapters; none stands for all
-    tower: Tower | None = None  # No flag says; the plan reads it from the checkpoint's config
+    tower_params: int = 0  # Of the part that sees images, which no flag describes
 
     @classmethod
     def of(cls, args: Args) -> ModelShape | None:
@@ -375,7 +325,7 @@ class ModelShape:
             "experts": sum(layer.experts for layer in layers),
             "norms and routers": sum(layer.replicated for layer in layers) + self.norm_params,
             "output layer": 0 if self.is_tied else self.embedding_params,
-            "tower": self.tower.num_params if self.tower else 0,
+            "tower": self.tower_params,
         }
         return parts | {"total": sum(parts.values())}
 

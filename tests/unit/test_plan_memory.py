@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -20,11 +18,11 @@ from slime.plan.activations import (
     layer_saved,
     rotary_saved,
     stage_saved,
-    tower_saved,
 )
 from slime.plan.layout import DataFacts, ParallelLayout, batch_plan
+from slime.plan.tower import Tower, tower_saved
 from slime.plan.trainer_memory import in_flight, num_host_copies, rank_params, trainer_memory
-from slime.utils.model_shape import ModelShape, Tower
+from slime.utils.model_shape import ModelShape
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tests.unit.plan_fakes import CUDA, plan_args
 
@@ -336,7 +334,7 @@ def test_images_cost_activations_on_the_stage_that_has_the_tower():
     def stages(images=64, **changes):
         args, shape, layout = parts(**flags | changes)
         batch = batch_plan(args, layout, DataFacts(100, 100, 80, 80, images))
-        return trainer_memory(args, replace(shape, tower=tower), layout, batch).stages
+        return trainer_memory(args, shape, layout, batch, tower=tower).stages
 
     staged = {"pipeline_model_parallel_size": 2}
     (first, last), (without, other) = stages(**staged), stages(images=0, **staged)
