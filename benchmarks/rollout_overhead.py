@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from slime.backends.sglang_utils import server_control  # noqa: E402
+from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContact  # noqa: E402
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args  # noqa: E402
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # noqa: E402
 from slime.config.args import publish_runtime  # noqa: E402
@@ -200,7 +201,7 @@ def seconds_of(side: Callable[..., Any], *arguments: Any) -> float:
 def flush(workers: list[str]) -> None:
     """Have the engines forget the prompts that they have seen."""
     for worker in workers:
-        server_control.flush_cache_sync(worker, 30.0)
+        DirectEngine(EngineContact(0, worker)).flush_cache(30.0)
 
 
 def same_requests(args: Any) -> list[dict[str, Any]]:

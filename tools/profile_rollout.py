@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 from slime.backends.sglang_utils import server_control
 from slime.utils.errors import HttpError, UsageError
 from slime.utils.http.api_keys import ENGINE_ENV, ROUTER_ENV, protect, protect_router
+from slime.utils.http_utils import post_sync
 
 ACTIVITIES = ("CPU", "GPU", "MEM")
 
@@ -43,11 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         protect(engine, os.environ.get(ENGINE_ENV) or os.environ.get(ROUTER_ENV))
         try:
             if args.action == "start":
-                server_control.start_profile_sync(engine, request_of(args, engine))
+                post_sync(f"{engine}/start_profile", request_of(args, engine))
                 what = f"records {args.num_steps} steps" if args.num_steps else "records until --action stop"
                 print(f"{engine} {what} into {args.output_dir}")
             else:
-                server_control.stop_profile_sync(engine)
+                post_sync(f"{engine}/stop_profile", {}, timeout_s=600.0)  # a trace of many steps takes minutes
                 print(f"{engine} stopped; its trace is written")
         except HttpError as error:
             failed += 1

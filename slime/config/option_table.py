@@ -277,17 +277,19 @@ def _extra_of(action: argparse.Action) -> dict[str, Any]:
     }
 
 
-def cached_table(name: str, key: Mapping[str, str], build: Callable[[], OptionTable]) -> OptionTable:
-    """The table that `build` makes, from a file if an earlier run made it for the same key.
+def cached_table(name: str, key: Mapping[str, str], fill: Fill, *, elsewhere: bool = False) -> OptionTable:
+    """The table of the options that `fill` adds, from a file if an earlier run made it for the same key.
 
-    The file depends on the source of `build`'s module too. A cache that cannot be read or written costs time only.
+    The file depends on the source of `fill`'s module too. A cache that cannot be read or written costs time only.
 
     Args:
         name: of the table, for the file name.
         key: what the table depends on, usually package -> version.
-        build: calls `capture`; a module-level function.
+        fill: a module-level function.
+        elsewhere: ask in another process (`capture_elsewhere`).
     """
-    full_key = dict(key) | {"code": code_hash(build)}
+    build = functools.partial(capture_elsewhere if elsewhere else capture, fill)
+    full_key = dict(key) | {"code": code_hash(fill)}
     directory = cache_dir()
     if directory is None:
         return build()
@@ -314,10 +316,10 @@ def cache_dir() -> Path | None:
         return None
 
 
-def code_hash(build: Callable[[], OptionTable]) -> str:
+def code_hash(fill: Fill) -> str:
     """Return a digest of the source on which a table depends, and of the Python."""
     digest = hashlib.sha256(sys.version.encode())
-    for source in (__file__, inspect.getsourcefile(build)):
+    for source in (__file__, inspect.getsourcefile(fill)):
         if source is not None:
             digest.update(Path(source).read_bytes())
     return digest.hexdigest()[:16]

@@ -172,9 +172,9 @@ class Builder:
     def __init__(self) -> None:
         self.calls = 0
 
-    def build(self) -> OptionTable:
+    def fill(self, parser: argparse.ArgumentParser) -> None:
         self.calls += 1
-        return capture(fill_plain)
+        fill_plain(parser)
 
 
 @pytest.fixture
@@ -187,11 +187,11 @@ def test_a_table_is_built_once_for_each_version_and_each_state_of_the_code(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builder = Builder()
-    tables = [cached_table("t", {"package": version}, builder.build) for version in ("1", "1", "2", "1")]
+    tables = [cached_table("t", {"package": version}, builder.fill) for version in ("1", "1", "2", "1")]
     assert builder.calls == 2
     assert all(table.options == tables[0].options for table in tables)
     monkeypatch.setattr(option_table, "code_hash", lambda build: "other code")
-    cached_table("t", {"package": "1"}, builder.build)
+    cached_table("t", {"package": "1"}, builder.fill)
     assert builder.calls == 3
     assert len(list(cache.iterdir())) == 3, "a file each, and nothing left over"
 
@@ -199,7 +199,7 @@ def test_a_table_is_built_once_for_each_version_and_each_state_of_the_code(
 def test_a_table_that_takes_a_while_to_make_is_announced(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         for _ in range(2):
-            cached_table("t", {}, Builder().build)
+            cached_table("t", {}, Builder().fill)
     assert [text for text in caplog.messages if "asking the installed t for its options" in text] == caplog.messages[
         :1
     ]
@@ -215,23 +215,23 @@ def test_the_code_of_the_builder_is_part_of_the_key(filler, tmp_path: Path) -> N
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": {}, "options": []}', "\xff\xfe", '{"options": 3}'])
 def test_a_damaged_file_is_made_again(cache: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
     builder = Builder()
-    table = cached_table("t", {}, builder.build)
+    table = cached_table("t", {}, builder.fill)
     (file,) = cache.iterdir()
     good = file.read_text()
     file.write_bytes(damage.encode("latin-1"))
-    assert cached_table("t", {}, builder.build).options == table.options
+    assert cached_table("t", {}, builder.fill).options == table.options
     assert builder.calls == 2 and file.read_text() == good
     assert caplog.text.count("cannot be used and are made again") == 1
 
 
 def test_options_with_unknown_fields_are_made_again(cache: Path) -> None:
     builder = Builder()
-    cached_table("t", {}, builder.build)
+    cached_table("t", {}, builder.fill)
     (file,) = cache.iterdir()
     content = json.loads(file.read_text())
     content["options"][0]["colour"] = "red"
     file.write_text(json.dumps(content))
-    cached_table("t", {}, builder.build)
+    cached_table("t", {}, builder.fill)
     assert builder.calls == 2
 
 
@@ -242,7 +242,7 @@ def test_a_cache_that_cannot_be_written_costs_only_time(
     monkeypatch.setenv("SLIME_CACHE_DIR", str(tmp_path / "file" / "cache"))
     option_table._warn_once.cache_clear()
     builder = Builder()
-    assert [len(cached_table("t", {}, builder.build).options) for _ in range(2)] == [15, 15]
+    assert [len(cached_table("t", {}, builder.fill).options) for _ in range(2)] == [15, 15]
     assert builder.calls == 2
     (record,) = caplog.records
     assert "cache cannot be written (Not a directory)" in record.getMessage()
@@ -250,7 +250,7 @@ def test_a_cache_that_cannot_be_written_costs_only_time(
 
 def test_processes_that_start_together_all_get_a_table(cache: Path) -> None:
     def one(_: int) -> int:
-        return len(cached_table("t", {}, Builder().build).options)
+        return len(cached_table("t", {}, Builder().fill).options)
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(one, range(64))) == [15] * 64

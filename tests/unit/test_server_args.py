@@ -141,10 +141,10 @@ def test_an_encoder_has_no_language_model_and_the_engines_that_use_it_only_that(
 
 def test_the_arguments_are_fields_of_the_installed_sglang() -> None:
     from slime.config.parser import Parser
-    from slime.config.sglang.options import server_table
+    from slime.config.sglang.options import table_of
 
     parser = Parser()
-    server_table().add_to(parser)
+    table_of("sglang").add_to(parser)
     known = {action.dest.removeprefix("sglang_") for action in parser.options().values()} | set(OWNED)
     for kind in ("prefill", "decode", "encoder", "regular"):
         assert set(build(worker_type=kind, encoder_urls=("http://e:1",) * (kind != "encoder"))) <= known

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from slime.backends.sglang_utils import server_control
-from slime.backends.sglang_utils.engine_client import EngineClient
+from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContact
 from slime.backends.sglang_utils.server_control import Worker
 from slime.processes.wait import WaitTimeout
 from slime.utils import http_utils
@@ -70,6 +70,10 @@ def run(request: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(and_close())
 
 
+def engine_at(url: str) -> DirectEngine:
+    return DirectEngine(EngineContact(0, url))
+
+
 def workers(*healthy: bool) -> dict[str, Any]:
     return {"workers": [{"url": f"http://w{i}", "is_healthy": state} for i, state in enumerate(healthy)]}
 
@@ -95,22 +99,23 @@ def test_a_worker_the_router_never_accepts_is_named(script: Script) -> None:
 
 def test_a_refused_flush_is_tried_again(script: Script) -> None:
     script.answers["/flush_cache"] = [(400, "busy"), (400, "busy"), (200, "flushed")]
-    server_control.flush_cache_sync(script.url, 10)
+    engine_at(script.url).flush_cache(10)
     assert len(script.requests) == 3
 
 
 def test_a_flush_that_fails_otherwise_is_an_error_at_once(script: Script) -> None:
     script.answers["/flush_cache"] = [(404, "no such path")]
     with pytest.raises(http_utils.HttpError, match="404"):
-        server_control.flush_cache_sync(script.url, 10)
+        engine_at(script.url).flush_cache(10)
 
 
 def test_pause_abort_and_resume_send_what_sglang_expects(script: Script) -> None:
     for path in ("/pause_generation", "/abort_request", "/continue_generation"):
         script.answers[path] = [(200, {})]
-    server_control.pause_sync(script.url, "retract")
-    server_control.abort_all_sync(script.url)
-    server_control.resume_sync(script.url)
+    engine = engine_at(script.url)
+    engine.pause("retract")
+    engine.abort_all()
+    engine.continue_generation()
     run(server_control.abort_all(script.url))
     expected = [("/pause_generation", {"mode": "retract"}), ("/abort_request", {"abort_all": True})]
     expected += [("/continue_generation", {}), ("/abort_request", {"abort_all": True})]
@@ -118,13 +123,10 @@ def test_pause_abort_and_resume_send_what_sglang_expects(script: Script) -> None
 
 
 def test_memory_is_released_once_no_request_is_in_flight_and_taken_again_by_kind(script: Script) -> None:
-    class Engine(EngineClient):
-        url = script.url
-
     script.answers["/flush_cache"] = [(400, "busy"), (200, "flushed")]
     for path in ("/release_memory_occupation", "/resume_memory_occupation"):
         script.answers[path] = [(200, None)]
-    engine = Engine(rank=0)
+    engine = engine_at(script.url)
     engine.release_memory_occupation()
     engine.resume_memory_occupation(["weights"])
     assert script.requests[-4:] == [
@@ -145,8 +147,8 @@ def test_the_loads_of_all_data_parallel_ranks_are_returned(script: Script) -> No
 
 def test_a_server_that_is_not_there_is_not_healthy(script: Script) -> None:
     script.answers["/health"] = [(503, "starting"), (200, "")]
-    assert [server_control.is_healthy_sync(script.url) for _ in range(2)] == [False, True]
-    assert not server_control.is_healthy_sync("http://127.0.0.1:1")
+    assert [engine_at(script.url).health() for _ in range(2)] == [False, True]
+    assert not engine_at("http://127.0.0.1:1").health()
 
 
 def test_the_module_needs_neither_sglang_nor_torch() -> None:

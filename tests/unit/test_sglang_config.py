@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.config.sglang.options import OWNED, server_table
+from slime.config.sglang.options import OWNED, table_of
 from slime.config.sglang.sglang_config import (
     GROUP_OWNED,
     ModelConfig,
     ServerGroupConfig,
     SglangConfig,
     read_topology,
-    sglang_config_problems,
 )
 from slime.utils.errors import UsageError
 from tests.unit.yaml_mutations import edited
@@ -101,7 +100,7 @@ def test_a_model_without_groups_is_left_out_with_a_warning(write):
 def test_the_first_model_has_engines(write):
     serving = "- {name: a, server_groups: [{worker_type: regular, num_gpus: 8}]}"
     text = f"sglang:\n- {{name: judge, server_groups: []}}\n{serving}"
-    (problem,) = sglang_config_problems(flags(sglang_config=write(text))).wrong
+    (problem,) = read_topology(flags(sglang_config=write(text)))[1].wrong
     assert ":2: sglang[0].server_groups: is empty, and the first model's engines generate the rollouts" in problem
 
 
@@ -131,9 +130,10 @@ def test_prefill_servers_are_short_for_a_prefill_and_a_decode_group():
         ("prefill", 2 * 2, 2),
         ("decode", 8 - 2 * 2, 2),
     ]
-    problems = sglang_config_problems(flags(prefill_num_servers=8))
+    problems = read_topology(flags(prefill_num_servers=8))[1]
     assert problems.wrong == ["--prefill-num-servers 8 leaves none of --rollout-num-gpus 8 for decoding; lower it."]
-    assert read_topology(flags()) == (None, sglang_config_problems(flags()))
+    config, problems = read_topology(flags())
+    assert config is None and not problems.all()
 
 
 def one(group: str, **more: str) -> str:
@@ -216,17 +216,17 @@ def test_every_problem_of_the_overrides_is_reported(write):
     ],
 )
 def test_groups_have_to_fit_the_flags(write, text, changes, message):
-    (sentence,) = sglang_config_problems(flags(sglang_config=write(text), **changes)).wrong
+    (sentence,) = read_topology(flags(sglang_config=write(text), **changes))[1].wrong
     assert message in sentence
 
 
 def test_a_file_that_is_not_there_is_a_problem_of_the_environment():
-    problems = sglang_config_problems(flags(sglang_config="none.yaml"))
+    problems = read_topology(flags(sglang_config="none.yaml"))[1]
     assert problems.environment == ["--sglang-config none.yaml: there is no such file."] and problems.wrong == []
 
 
 def test_what_slime_sets_for_a_group_exists_in_server_args():
-    known = {option.dest.removeprefix("sglang_") for option in server_table().options} | set(OWNED)
+    known = {option.dest.removeprefix("sglang_") for option in table_of("sglang").options} | set(OWNED)
     assert set(GROUP_OWNED) <= known
 
 
@@ -238,7 +238,7 @@ PIECES = st.sampled_from([*"{}[]:,-&*!|'\"#\n 0", "null", "encoder", "name: a", 
 def test_a_mutated_file_is_read_or_refused_in_words(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "mutated_engines.yaml"
     path.write_text(text)
-    problems = sglang_config_problems(flags(sglang_config=str(path)))
+    problems = read_topology(flags(sglang_config=str(path)))[1]
     assert all(isinstance(sentence, str) for sentence in problems.all())
     with contextlib.suppress(UsageError):
         SglangConfig.from_yaml(str(path))

@@ -6,10 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.disk_weights import COPY_FORMAT, LOAD_FORMAT
 from slime.backends.sglang_utils.engine_patches import PROBE
+from slime.backends.sglang_utils.server_control import (
+    CONTROL_TIMEOUT_S,
+    Probe,
+    model_info_sync,
+    server_info_sync,
+    why_unhealthy_sync,
+)
 from slime.backends.sglang_utils.weight_samples import SAMPLE_ACTION
+from slime.processes.wait import wait
 from slime.utils import http_utils
 from slime.utils.errors import HttpError
 from slime.utils.http.api_keys import protect_engine
@@ -70,23 +77,37 @@ class EngineClient:
 
     def health(self) -> bool:
         """Whether the server answers."""
-        return server_control.is_healthy_sync(self.url, timeout_s=5.0)
+        return why_unhealthy_sync(self.url, timeout_s=5.0, probe=Probe.LISTENS) is None
 
     def pause(self, mode: str = "abort") -> None:
-        """Stop generating; "abort" ends the requests in flight."""
-        server_control.pause_sync(self.url, mode)
+        """Stop generating: "abort" ends the requests in flight, "retract" and "in_place" keep them."""
+        self._control("pause_generation", {"mode": mode})
 
     def flush_cache(self, deadline_s: float = FLUSH_DEADLINE_S) -> None:
-        """Forget the prefix cache, waiting for requests in flight."""
-        server_control.flush_cache_sync(self.url, deadline_s)
+        """Forget the prefix cache. The server refuses (400) while requests are in flight: try until they have ended.
+
+        Raises:
+            WaitTimeout: requests were still in flight at the deadline.
+        """
+
+        def flushed() -> bool:
+            try:
+                self._control("flush_cache", {})
+            except HttpError as error:
+                if error.status != 400:
+                    raise
+                return False
+            return True
+
+        wait(f"{self.url} to flush its prefix cache (it refuses while requests are in flight)", deadline_s, flushed)
 
     def continue_generation(self) -> None:
         """Generate again after `pause`."""
-        server_control.resume_sync(self.url)
+        self._control("continue_generation", {})
 
     def abort_all(self) -> None:
         """End every request in flight."""
-        server_control.abort_all_sync(self.url)
+        self._control("abort_request", {"abort_all": True})
 
     def release_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Give GPU memory up; needs `enable_memory_saver`, and waits for requests in flight first.
@@ -99,8 +120,7 @@ class EngineClient:
             HttpError: the server is gone.
         """
         self.flush_cache()  # a server that is not idle would die of the next request
-        payload = {"tags": list(tags)}
-        http_utils.post_sync(f"{self.url}/release_memory_occupation", payload, timeout_s=MEMORY_TIMEOUT_S)
+        self._control("release_memory_occupation", {"tags": list(tags)}, timeout_s=MEMORY_TIMEOUT_S)
 
     def resume_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Take GPU memory again that `release_memory_occupation` gave up; each tag once.
@@ -108,8 +128,7 @@ class EngineClient:
         Raises:
             HttpError: the server is gone; it also dies where there is not enough memory.
         """
-        payload = {"tags": list(tags)}
-        http_utils.post_sync(f"{self.url}/resume_memory_occupation", payload, timeout_s=MEMORY_TIMEOUT_S)
+        self._control("resume_memory_occupation", {"tags": list(tags)}, timeout_s=MEMORY_TIMEOUT_S)
 
     def check_scheduler(self) -> None:
         """Ask the server something that its scheduler answers, also while it is paused.
@@ -117,11 +136,11 @@ class EngineClient:
         Raises:
             HttpError: it did not.
         """
-        server_control.server_info_sync(self.url)
+        server_info_sync(self.url)
 
     def get_weight_version(self) -> str:
-        """The version given with the last weight update, or by `set_weight_version` since."""
-        return server_control.weight_version_sync(self.url)
+        """The version given with the last weight update, or by `set_weight_version` since ("default" before)."""
+        return str(model_info_sync(self.url)["weight_version"])  # /get_weight_version is 404
 
     def set_weight_version(self, version: str) -> str:
         """Give the weights that the server has a version; requests in flight stay. Returns it as read back."""
@@ -333,6 +352,9 @@ class EngineClient:
     def destroy_weights_update_group(self, group_name: str) -> None:
         """Leave a process group."""
         self._update("destroy_weights_update_group", group_name=group_name)
+
+    def _control(self, endpoint: str, payload: dict[str, Any], *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        http_utils.post_sync(f"{self.url}/{endpoint}", payload, timeout_s=timeout_s)
 
     def _version_now(self, answer: dict[str, Any], sent: str | None) -> str:
         """The version after an update: SGLang sets it once all is loaded, and says so in its answer."""

@@ -1,5 +1,7 @@
 """What can be asked of a running SGLang server or of the router in front of it, over HTTP only.
 
+What changes a server, the run alone asks (`engine_client`).
+
 `list_workers` and `abort_all` are coroutines, for the rollout loop; the names that end in `_sync` are for code without
 an event loop (the engine object, starting and stopping). Importing this module takes neither SGLang nor torch, so that
 `slime.rollout` may use it anywhere. Addresses are `http://host:port`, without a slash at the end.
@@ -17,8 +19,6 @@ from slime.utils.http.api_keys import key_of
 from slime.utils.http_utils import HttpError
 
 CONTROL_TIMEOUT_S = 60.0
-PROFILE_TIMEOUT_S = 600.0
-"""A trace of many steps takes minutes to write."""
 ABORT_TIMEOUT_S = 10.0
 ROUTER_DEADLINE_S = 60.0
 
@@ -90,45 +90,6 @@ async def abort_all(worker_url: str) -> None:
     await http_utils.post(f"{worker_url}/abort_request", body, max_retries=0, timeout_s=timeout_s)
 
 
-def abort_all_sync(worker_url: str) -> None:
-    """As `abort_all`."""
-    http_utils.post_sync(f"{worker_url}/abort_request", {"abort_all": True}, timeout_s=CONTROL_TIMEOUT_S)
-
-
-def pause_sync(worker_url: str, mode: str = "abort") -> None:
-    """Stop generating: "abort" ends requests, "retract" and "in_place" keep them for `resume_sync`."""
-    http_utils.post_sync(f"{worker_url}/pause_generation", {"mode": mode}, timeout_s=CONTROL_TIMEOUT_S)
-
-
-def resume_sync(worker_url: str) -> None:
-    """Generate again after `pause_sync`."""
-    http_utils.post_sync(f"{worker_url}/continue_generation", {}, timeout_s=CONTROL_TIMEOUT_S)
-
-
-def flush_cache_sync(worker_url: str, deadline_s: float) -> None:
-    """Forget the prefix cache; a server with requests in flight refuses (400), so try until they have ended.
-
-    Raises:
-        WaitTimeout: requests were still in flight at the deadline.
-    """
-
-    def flushed() -> bool:
-        try:
-            http_utils.post_sync(f"{worker_url}/flush_cache", {}, timeout_s=CONTROL_TIMEOUT_S)
-        except HttpError as error:
-            if error.status != 400:
-                raise
-            return False
-        return True
-
-    wait(f"{worker_url} to flush its prefix cache (it refuses while requests are in flight)", deadline_s, flushed)
-
-
-def weight_version_sync(worker_url: str) -> str:
-    """The version given with the last weight update ("default" before the first). (/get_weight_version is 404.)"""
-    return str(http_utils.get_sync(f"{worker_url}/model_info", timeout_s=CONTROL_TIMEOUT_S)["weight_version"])
-
-
 def loads_sync(worker_url: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> list[dict[str, Any]]:
     """What each data-parallel rank of a server is busy with: requests that run and wait, tokens held, ..."""
     answer = http_utils.get_sync(f"{worker_url}/v1/loads?include=core", timeout_s=timeout_s)
@@ -152,33 +113,6 @@ def model_info_sync(worker_url: str, *, timeout_s: float = CONTROL_TIMEOUT_S) ->
     """The model that a server has loaded: model_path, architectures, weight_version, ..."""
     found = http_utils.get_sync(f"{worker_url}/model_info", timeout_s=timeout_s)
     return found if isinstance(found, dict) else {}
-
-
-def freeze_gc_sync(worker_url: str) -> None:
-    """Have Python's garbage collector leave alone what a server holds now.
-
-    On CPU a flush of the cache runs a full collection: half a second over SGLang's imports, 6 ms without them.
-    """
-    http_utils.post_sync(f"{worker_url}/freeze_gc", {}, timeout_s=CONTROL_TIMEOUT_S)
-
-
-def start_profile_sync(worker_url: str, request: dict[str, Any]) -> None:
-    """Record what a server does with torch's profiler; `request` has the fields of SGLang's ProfileReq."""
-    http_utils.post_sync(f"{worker_url}/start_profile", request, timeout_s=CONTROL_TIMEOUT_S)
-
-
-def stop_profile_sync(worker_url: str) -> None:
-    """End a recording and write its trace; an error where there is none, e.g. after its own number of steps."""
-    http_utils.post_sync(f"{worker_url}/stop_profile", {}, timeout_s=PROFILE_TIMEOUT_S)
-
-
-def is_healthy_sync(worker_url: str, *, timeout_s: float = 2.0) -> bool:
-    """Whether GET /health answers 200 in time."""
-    try:
-        http_utils.get_sync(f"{worker_url}/health", timeout_s=timeout_s)
-    except HttpError:
-        return False
-    return True
 
 
 class Probe(StrEnum):

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.engine_client import EngineClient, EngineContact
 from slime.backends.sglang_utils.launch_server import write_launch_file
 from slime.backends.sglang_utils.server_args import server_environment
@@ -136,7 +135,7 @@ class SGLangEngine(EngineClient):
             wait(
                 f"engine {self.rank} at {self.url} to be healthy",
                 deadline_s,
-                lambda: server_control.is_healthy_sync(self.url) and self.pid is not None,
+                lambda: self.health() and self.pid is not None,
                 check=self.check_alive,
             )
         except (EngineStartError, WaitTimeout) as error:
@@ -144,7 +143,8 @@ class SGLangEngine(EngineClient):
             self.shutdown()
             raise self._start_error(error, reason) from None
         if not self._server_kwargs.get("encoder_only"):  # that server has few endpoints
-            server_control.freeze_gc_sync(self.url)
+            # On CPU a flush of the cache runs a full collection: half a second over SGLang's imports, else 6 ms.
+            self._control("freeze_gc", {})
         logger.info("engine %d is healthy at %s after %.1f s", self.rank, self.url, time.monotonic() - begin)
         return self.url
 

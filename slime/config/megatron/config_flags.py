@@ -21,7 +21,7 @@ import typing
 import warnings
 from typing import Any, NamedTuple
 
-from slime.config.option_table import OptionTable, cached_table, capture
+from slime.config.option_table import OptionTable, cached_table
 
 # field -> option, where Megatron-LM's name is neither in `argparse_meta` nor the field's name
 NAMES = {
@@ -170,11 +170,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
 def config_table() -> OptionTable:
     """The options of the installed megatron-core's configs."""
     version = importlib.metadata.version("megatron-core")
-    return cached_table("megatron-core", {"megatron-core": version}, _captured)
-
-
-def _captured() -> OptionTable:
-    return capture(_add_all_fields)
+    return cached_table("megatron-core", {"megatron-core": version}, _add_all_fields)
 
 
 def _add_all_fields(parser: argparse.ArgumentParser) -> None:

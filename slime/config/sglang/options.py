@@ -16,7 +16,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from slime.config.option_table import OptionTable, cached_table, capture_elsewhere
+from slime.config.option_table import Fill, OptionTable, cached_table
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,13 @@ def sglang_tables() -> list[OptionTable]:
     Raises:
         UsageError: one of them is installed and cannot be imported.
     """
-    tables = {"sglang": server_table, "sglang_router": router_table}
-    return [table() for package, table in tables.items() if is_installed(package)]
+    return [table_of(package) for package in _OPTIONS_OF if is_installed(package)]
+
+
+def table_of(package: str) -> OptionTable:
+    """The options of an installed package, sglang or sglang_router."""
+    source, fill = _OPTIONS_OF[package]
+    return cached_table(package, _key(package, source), fill, elsewhere=True)
 
 
 def add_sglang_arguments(parser: argparse.ArgumentParser, tables: Sequence[OptionTable]) -> None:
@@ -100,16 +105,6 @@ def add_sglang_arguments(parser: argparse.ArgumentParser, tables: Sequence[Optio
         parser.set_defaults(**{PREFIX + name: value for name, value in READ_BY_SLIME.items()})
 
 
-def server_table() -> OptionTable:
-    """The options of SGLang's server."""
-    return cached_table("sglang", _key("sglang", "srt/server_args.py"), _capture_server)
-
-
-def router_table() -> OptionTable:
-    """The options of SGLang's router."""
-    return cached_table("sglang-router", _key("sglang_router", "router_args.py"), _capture_router)
-
-
 def _key(package: str, source: str) -> dict[str, str]:
     """The version, and the file with the options: an installation from a checkout changes without a new version."""
     try:
@@ -120,14 +115,6 @@ def _key(package: str, source: str) -> dict[str, str]:
     folders = spec.submodule_search_locations if spec else None
     stat = Path(folders[0], source).stat() if folders else None
     return {package: version, "file": f"{stat.st_size} {stat.st_mtime_ns}" if stat else "none"}
-
-
-def _capture_server() -> OptionTable:
-    return capture_elsewhere(fill_with_server_options)
-
-
-def _capture_router() -> OptionTable:
-    return capture_elsewhere(fill_with_router_options)
 
 
 def fill_with_server_options(parser: argparse.ArgumentParser) -> None:
@@ -152,6 +139,13 @@ def fill_with_router_options(parser: argparse.ArgumentParser) -> None:
         if action.dest in POLICY_OPTIONS and action.choices is not None:
             action.choices = [*action.choices, *(name for name in LIBRARY_POLICIES if name not in action.choices)]
     parser.set_defaults(**{ROUTER_PREFIX + name: value for name, value in ROUTER_DEFAULTS.items()})
+
+
+_OPTIONS_OF: dict[str, tuple[str, Fill]] = {
+    "sglang": ("srt/server_args.py", fill_with_server_options),
+    "sglang_router": ("router_args.py", fill_with_router_options),
+}
+"""Package -> (file that has its options, what adds them)."""
 
 
 class _Filtered:

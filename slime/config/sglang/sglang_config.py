@@ -23,7 +23,7 @@ from slime.config.args import Args
 from slime.config.custom_config import FlagReader, read_flag
 from slime.config.parser import Parser
 from slime.config.problems import NoEffect, Problems, read_file
-from slime.config.sglang.options import OTHER_NAMES, OWNED, PREFIX, missing_packages, server_table
+from slime.config.sglang.options import OTHER_NAMES, OWNED, PREFIX, missing_packages, table_of
 from slime.utils.errors import UsageError
 from slime.utils.files.yaml_config import KeyPath, LocatedYaml, load_yaml, validate
 from slime.utils.misc import needed
@@ -235,7 +235,7 @@ def _read_overrides(config: SglangConfig, located: LocatedYaml) -> list[str]:
 @functools.cache
 def _reader() -> FlagReader:
     parser = Parser()
-    server_table().add_to(parser)
+    table_of("sglang").add_to(parser)
     return FlagReader(parser.options())
 
 
@@ -311,8 +311,3 @@ def _size_problems(config: SglangConfig, located: LocatedYaml, args: Args) -> It
         parts = " + ".join(f"{model.total_num_gpus} ({model.name})" for model in config.models)
         text = f"the groups have {parts} = {config.total_num_gpus} GPUs, but --rollout-num-gpus is "
         yield located.sentence(("sglang",), f"{text}{args.rollout_num_gpus}; make them equal.")
-
-
-def sglang_config_problems(args: Args) -> Problems:
-    """What is wrong with --sglang-config or --prefill-num-servers (as `read_topology`)."""
-    return read_topology(args)[1]
