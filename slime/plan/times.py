@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from slime.plan.layout import BatchPlan, ParallelLayout
-from slime.plan.trainer_memory import Precision, TrainerMemory, recompute_of
+from slime.plan.trainer_memory import Precision, TrainerMemory, moment_bytes, recompute_of
 from slime.utils import flops_utils
 from slime.utils.model_shape import ModelShape
 from slime.weights.formats import WeightFormat, quantized_parts
@@ -415,12 +415,15 @@ def _records(args: Args) -> str | None:
 
 def checkpoint_bytes(args: Args, shape: ModelShape, fmt: WeightFormat | None = None) -> int:
     """What --checkpoint-contents says: weights as trained, the optimizer's fp32 state, an HF export."""
-    precision, contents = Precision.of(args), args.checkpoint_contents or ("model", "optimizer")
-    optimizer = precision.saved if "optimizer" in contents else 0
+    contents = args.checkpoint_contents or ("model", "optimizer")
     export = hf_bytes(args, shape, fmt) if "hf" in contents else 0
-    if args.lora_rank:  # and once more as a PEFT directory
-        return num_adapter_params(args, shape) * (2 * precision.weight + optimizer) + export
-    return shape.num_params * (precision.weight + optimizer) + export
+    trained = num_adapter_params(args, shape) if args.lora_rank else shape.num_params
+    precision = Precision.of(args)
+    weight, optimizer = precision.weight, precision.saved * trained
+    if args.train_backend == "fsdp":
+        weight, optimizer = 4, moment_bytes(args, shape, trained)
+    peft = precision.weight * trained if args.lora_rank else 0  # adapters are saved once more as a PEFT directory
+    return weight * trained + (optimizer if "optimizer" in contents else 0) + peft + export
 
 
 def num_adapter_params(args: Args, shape: ModelShape) -> int:

@@ -19,8 +19,11 @@ copies there, 4 p and P; Adam then works weight by weight, without temporaries o
 --use-precision-aware-optimizer (O = 10 p with --exp-avg-dtype bf16). With --cpu-offloading what N layers keep is host
 memory, but for the two that are on their way.
 
+SGD keeps one fp32 moment in place of Adam's two, Muon one of each matrix that is no table, and --use-stateless-adam
+none (`moment_bytes`).
+
 With --train-backend fsdp parameters are fp32 and sharded over all ranks of a copy of the model: P = 4 p / shards,
-O = 8 p / shards; G = 4 p / shards during a train step alone. Passes also hold what is gathered, in the type of the
+O = 8 p / shards with Adam; G = 4 p / shards during a train step alone. Passes also hold what is gathered, in the type of the
 pass: the whole model where layers stay gathered, else the root's part (embedding, output layer) and two groups of
 layers.
 
@@ -72,6 +75,7 @@ PRECISION_DEFAULTS: dict[str, Any] = {
     "optimizer_offload_fraction": 1.0,
     "use_precision_aware_optimizer": False,
     "exp_avg_dtype": "fp32",
+    "optimizer": "adam",
 }
 OFFLOAD_DEFAULTS = {"cpu_offloading": False, "cpu_offloading_num_layers": 0}
 RECOMPUTE_DEFAULTS = {
@@ -139,12 +143,23 @@ class Precision:
             in_fp32, name = flags["grad_reduce_in_fp32"], "bf16" if args.bf16 else "fp16"
             step = 4 if in_fp32 else 8
             found = cls(name, weight=2, gradient=4 if in_fp32 else 2, optimizer=12, step=step, saved=12)
+        if args.use_stateless_adam:
+            return replace(found, optimizer=found.optimizer - 8, saved=found.saved - 8)
         if not (flags["optimizer_cpu_offload"] or flags["use_precision_aware_optimizer"]):
             return found
         held = 12 - 2 * (flags["exp_avg_dtype"] == "bf16")
         share = float(flags["optimizer_offload_fraction"]) if flags["optimizer_cpu_offload"] else 0.0
         on_host = share * (held + 4 + found.weight)
         return replace(found, optimizer=(1 - share) * held, step=0, on_host=on_host)
+
+
+def moment_bytes(args: Args, shape: ModelShape, trained: int) -> int:
+    """Bytes of what the optimizer of --train-backend fsdp remembers of `trained` parameters, on all ranks."""
+    kind, parts = (PRECISION_DEFAULTS | vars(args))["optimizer"], shape.components
+    if kind == "adam":
+        return 8 * trained
+    tables = parts["embedding"] + parts["output layer"] + parts["norms and routers"]
+    return 4 * (trained + (tables if kind == "muon" else 0))
 
 
 def recompute_of(args: Args) -> Recompute:
@@ -278,7 +293,8 @@ class _Trainer:
         args, layout, passes = self.args, self.layout, self.passes(0)
         params, trained, _ = self.num_params(0)
         shards = layout.world_size // args.fsdp_replicate_size
-        weights, gradients, optimizer = 4 * params // shards, 4 * trained // shards, 8 * trained // shards
+        weights, gradients = 4 * params // shards, 4 * trained // shards
+        optimizer = moment_bytes(args, self.shape, trained) // shards
         ends = (1 if self.shape.is_tied else 2) * self.shape.embedding_params + self.shape.norm_params
         in_layers = tower.num_layers * tower.layer_params if (tower := self.tower) else 0
         ends += self.tower_params(0) - in_layers

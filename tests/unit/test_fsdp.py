@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
 
 from slime.config.parse import CommandLine
+from slime.plan.trainer_memory import moment_bytes
+from slime.utils.model_shape import ModelShape
 from tests.integration.trainer_world import make_train_data, resumed_from, trainer_args, with_images
 from tests.unit.megatron_fakes import make_hf_model, run_world
 
@@ -278,6 +280,9 @@ def _optimizer(args: Any) -> None:
     load_hf(policy, args.load)
     named = named_parameters(policy)
     optimizer = OPTIMIZERS[args.optimizer](args, named)
+    moments = [moment for _, parameter in named for moment in optimizer.moments(parameter).values()]
+    shape, trained = ModelShape.of(args), sum(parameter.numel() for _, parameter in named)
+    assert shape and moment_bytes(args, shape, trained) == 4 * sum(moment.numel() for moment in moments), "the plan's"
     optimizer.param_groups[1]["weight_decay"] *= optimizer.param_groups[1]["wd_mult"]  # as Megatron's scheduler does
     theirs = [torch.nn.Parameter(parameter.full_tensor().detach()) for _, parameter in named]
     of_torch = _optimizers_of_torch(args, named, theirs)

@@ -155,9 +155,17 @@ def test_cpu_trainers_send_by_gloo_and_debug_train_only_sends_nothing():
     assert make_plan(plan_args(debug_train_only=True)).transport is None
 
 
-@pytest.mark.parametrize(("contents", "per_param"), [(["model", "optimizer", "rng"], 14), (["model", "hf"], 4)])
-def test_a_checkpoint_has_what_its_contents_say(contents, per_param):
-    args = plan_args(**CUDA, checkpoint_contents=contents, **QWEN3_4B)
+@pytest.mark.parametrize(
+    ("contents", "per_param", "flags"),
+    [
+        (["model", "optimizer", "rng"], 14, {}),
+        (["model", "hf"], 4, {}),
+        (["model", "optimizer"], 12, {"train_backend": "fsdp"}),
+        (["model", "optimizer"], 8, {"train_backend": "fsdp", "optimizer": "sgd"}),
+    ],
+)
+def test_a_checkpoint_has_what_its_contents_say(contents, per_param, flags):
+    args = plan_args(**CUDA, checkpoint_contents=contents, **QWEN3_4B, **flags)
     assert checkpoint_bytes(args, shape_of()) == per_param * 4_022_468_096
 
 

@@ -75,6 +75,18 @@ def test_fsdp_shards_all_state_over_the_ranks_of_a_copy_and_gathers_for_a_pass()
     assert alone.state == 12 * num_params and alone.log_probs_peak >= alone.state + 2 * num_params
 
 
+def test_an_optimizer_with_less_to_remember_takes_less():
+    shape = parts()[1]
+    fsdp = {**CUDA, "train_backend": "fsdp", "actor_num_gpus_per_node": 8}
+    sgd, muon = (memory_of(**fsdp, optimizer=name).stages[0].optimizer for name in ("sgd", "muon"))
+    assert sgd == 4 * shape.num_params // 8
+    tables = 256 * 64 + 4 * (2 * 64 + 2 * 32) + 64  # a tied embedding, and norms
+    assert muon == 4 * (shape.num_params + tables) // 8
+    for flags, kept in ((CUDA, 4), ({}, 0)):
+        stage = memory_of(**flags, use_stateless_adam=True).stages[0]
+        assert stage.optimizer == kept * stage.params, "fp32 copies of 16-bit weights alone"
+
+
 def test_an_optimizer_in_host_memory_is_not_on_the_gpu():
     whole = memory_of(**CUDA, optimizer_cpu_offload=True).stages[0]
     assert whole.optimizer == 0
