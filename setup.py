@@ -93,7 +93,8 @@ setup(
         **TRACKERS,
         "mcp": ["mcp<2"],  # tools of MCP servers (docs/mcp.md)
         "agents": ["mcp<2"],
-        "s3": ["s3fs"],  # s3:// URLs (docs/streams.md)
+        "s3": ["s3fs"],  # s3:// URLs (docs/remote_files.md)
+        "hub": ["huggingface_hub"],  # --push-to-hub
         "cuda": read_requirements("requirements.txt"),
         "docs": ["furo", "myst-parser", "sphinx", "sphinx-copybutton"],
         "dev": read_requirements("requirements-dev.txt"),

@@ -12,6 +12,7 @@ const PAGE_KEYWORDS = {
   "docs/data": "wrong rows labels duplicates order repeat skip easy hard prompts batches parquet csv columns too long subset rows slice part format file duplicate dataset jsonl parquet shuffle images prompt length epoch curriculum filter dynamic sampling oversampling vision multimodal vlm pictures mix weights template system thinking dropped thrown away equal groups epochs",
   "docs/rewards": "format json correct partial credit structure regex answer penalise punish grader judge llm as judge verifier math code service remote rm reward model score http gpu tests length penalty rate limit hacking combine several rewards external api call",
   "docs/streams": "s3 gcs object store bucket url cloud storage streaming large huge dataset out of memory hugging face datasets save_to_disk arrow directory folder many files index",
+  "docs/remote_files": "object store s3 gcs bucket url fsspec upload cloud push to hub hugging face huggingface publish model",
   "docs/curricula": "curriculum difficulty easy hard prompts pass rate adaptive sampling solved retire filter zero advantage",
   "docs/process_rewards": "prm process reward model step dense token level turn level credit assignment intermediate multi-turn several reward components weights weighted sum parts",
   "docs/customization": "callback replace override plug python function path signature exception raises error custom hook function own metric log metrics generate plug add new metric",

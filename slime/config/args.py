@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         policies: tuple[LoraPolicy, ...]
         prompt_sources: list[PromptSource]
         rank: int
+        remote_urls: dict[str, str]
         rollout_external: bool
         rollout_external_engine_infos: list[ExternalEngineInfo]
         rollout_num_engines: int

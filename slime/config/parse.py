@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.checkpoints.paths import classify_checkpoint
-from slime.config import ask, derive
+from slime.checkpoints.remote import localize
+from slime.config import ask, derive, roles
 from slime.config.alarm_settings import alarm_settings
 from slime.config.args import Args
 from slime.config.custom_config import FileValues, apply_extra
@@ -50,11 +51,9 @@ from slime.config.parser import (
 )
 from slime.config.problems import NoEffect, Problems, collected, read_file, without_repeats
 from slime.config.prompt_sources import prompt_sources
-from slime.config.roles import FLAG as ROLES_FLAG
 from slime.config.roles import Role, apply_config_files, critic_entry, parse_megatron_role_args
 from slime.config.rules import debug, devices, effect, files, generation
 from slime.config.rules.backends import backend_problems, problems_of_run
-from slime.config.rules.effect import Fields, check_pointless
 from slime.config.rules.run_dirs import check_run_dirs, go_on_after_requeue, resume_values, run_dir_warnings
 from slime.config.sglang.engine_flags import (
     SglangFlags,
@@ -215,6 +214,7 @@ class CommandLine:
         custom, by_role = apply_config_files(
             args, explicit, problems, options=self._options(), explain_unknown=explain_unknown
         )
+        localize(args)
         problems.notes += collected(problems.wrong, go_on_after_requeue, args) or []
         resumed, unusable = collected(problems.wrong, resume_values, args) or ({}, [])
         vars(args).update(resumed)
@@ -350,7 +350,7 @@ def _check_trainers(
     problems: Problems,
     hf_config: Mapping[str, Any] | None,
     by_role: Mapping[Role, FileValues],
-    fields: Fields,
+    fields: effect.Fields,
 ) -> None:
     """What is wrong with the model, its layout and kernels, the critic and the teacher; --load is as it was given."""
     of_actor = backend_problems(args, hf_config, explicit)
@@ -364,7 +364,7 @@ def _check_trainers(
             of_critic.wrong += lora_problems(parse_megatron_role_args(args, "critic").replace(lora_serve="merged"))
         if not args.strict_flags:
             _settle_critic(args, of_actor, of_critic)
-        problems.extend(of_critic.beside(problems, f"{ROLES_FLAG}, the critic's entry"))
+        problems.extend(of_critic.beside(problems, f"{roles.FLAG}, the critic's entry"))
     problems.wrong += teacher_problems(args)
 
 
@@ -376,9 +376,9 @@ def _settle_critic(args: Args, of_actor: Problems, of_critic: Problems) -> None:
     own.update(of_critic.settle())
 
 
-def _set_aside_pointless(args: Args, explicit: set[str], problems: Problems, fields: Fields) -> None:
+def _set_aside_pointless(args: Args, explicit: set[str], problems: Problems, fields: effect.Fields) -> None:
     """Take flags that a mode switches off from the line before anything is derived from them."""
-    pointless = list(check_pointless(args, explicit, fields))
+    pointless = list(effect.check_pointless(args, explicit, fields))
     problems.wrong += pointless
     for sentence in pointless:
         vars(args).update(sentence.instead)

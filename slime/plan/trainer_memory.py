@@ -23,9 +23,9 @@ SGD keeps one fp32 moment in place of Adam's two, Muon one of each matrix that i
 none (`moment_bytes`).
 
 With --train-backend fsdp parameters are fp32 and sharded over all ranks of a copy of the model: P = 4 p / shards,
-O = 8 p / shards with Adam; G = 4 p / shards during a train step alone. Passes also hold what is gathered, in the type of the
-pass: the whole model where layers stay gathered, else the root's part (embedding, output layer) and two groups of
-layers.
+O = 8 p / shards with Adam; G = 4 p / shards during a train step alone. Passes also hold what is gathered, in the
+type of the pass: the whole model where layers stay gathered, else the root's part (embedding, output layer) and two
+groups of layers.
 
 A tower that sees images is whole on every rank of Megatron's first stage, sharded with FSDP2, and there only where
 images are trained on, or with FSDP2. It sees each image of a micro-batch once (`BatchPlan.image_tokens`).

@@ -35,6 +35,7 @@ from slime.checkpoints.paths import (
     state_path,
     what_is_wrong,
 )
+from slime.checkpoints.remote import UPLOAD_DEADLINE_S, Uploads
 from slime.config.args import Args
 from slime.config.roles import parse_megatron_role_args
 from slime.config.rules.run_dirs import NEVER
@@ -57,6 +58,7 @@ class Checkpoints:
         save: directory of --save, None where only HF exports are written.
         is_async: they are written while training continues (--async-save).
         exports: HF models are exported (--save-hf).
+        uploads: sends what is complete to URLs.
         needs_each: the run cannot continue without one that was to be written (--release-train).
         log: takes a record of metrics.
 
@@ -70,6 +72,7 @@ class Checkpoints:
         *,
         is_async: bool,
         exports: bool,
+        uploads: Uploads,
         needs_each: bool,
         log: Callable[[dict[str, float]], None],
     ) -> None:
@@ -77,6 +80,7 @@ class Checkpoints:
         self._needs_each = needs_each
         self._is_async = is_async and bool(save)
         self._exports = exports
+        self._uploads = uploads
         self._log = log
         self._states: dict[int, ray.ObjectRef] = {}
         self._begun: int | None = None
@@ -148,6 +152,7 @@ class Checkpoints:
             ActorFailure: it does not fit on the disk, and it is the last, or none can be missing.
         """
         self.finish(groups, turns)
+        self._await_uploads(is_last=False)  # what is being sent must neither be replaced nor deleted
         if self._state_of_copy == rollout_id:
             self._state_of_copy = None  # it is the checkpoint's from now on
         why_not = self._await_state(rollout_id)
@@ -161,7 +166,11 @@ class Checkpoints:
         else:
             self._note(rollout_id, why_not, is_last=is_last)
         if self._exports:
-            self._note_export(why_not or groups[-1].export_problem())  # the export comes last
+            self._note_export(export_problem := why_not or groups[-1].export_problem())  # the export comes last
+        is_complete = not why_not and not self._is_async
+        self._uploads.begin(rollout_id, checkpoint=is_complete, export=self._exports and not export_problem)
+        if is_last:
+            self._await_uploads(is_last=True)
 
     def finish(
         self, groups: Sequence[RayTrainGroup], turns: GpuTurns, *, if_written: bool = False, is_last: bool = False
@@ -172,13 +181,33 @@ class Checkpoints:
             groups: see `save`. turns: see `save`. is_last: see `save`.
             if_written: wait for nothing.
         """
-        if self._begun is None or (if_written and not all(group.save_is_written() for group in groups)):
+        if self._begun is None or (if_written and not self._can_finish(groups)):
             return
+        self._await_uploads(is_last=False)
         (rollout_id, self._begun), why_not = (self._begun, None), None
         for group in groups:
             turns.to_trainer(group)
             why_not = why_not or group.finish_save()
         self._note(rollout_id, why_not, is_last=is_last)
+        self._uploads.begin(rollout_id, checkpoint=not why_not, export=False)
+
+    def _can_finish(self, groups: Sequence[RayTrainGroup]) -> bool:
+        """Whether `finish` would wait for nothing."""
+        return not self._uploads.is_busy and all(group.save_is_written() for group in groups)
+
+    def _await_uploads(self, *, is_last: bool, deadline_s: float = UPLOAD_DEADLINE_S) -> None:
+        """Wait until everything is sent; what could not be is sent with the next, unless there is none."""
+        if not (why_not := self._uploads.wait(deadline_s)):
+            return
+        if is_last:
+            raise ActorFailure(
+                f"the last checkpoint or export was not sent ({why_not}); its files are here, complete."
+            )
+        logger.error("a checkpoint or export was not sent, the run goes on: %s", why_not)
+
+    def end_uploads(self) -> None:
+        """Wait for what a run that ends has on its way."""
+        self._await_uploads(is_last=False, deadline_s=STATE_DEADLINE_S)
 
     def _await_state(self, rollout_id: int) -> str | None:
         """Wait for the data source's state of a rollout, if it is being written; returns why it was not, if its disk

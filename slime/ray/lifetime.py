@@ -23,6 +23,7 @@ from typing import Any, Self
 import ray
 
 from slime.checkpoints.paths import latest_iteration
+from slime.checkpoints.remote import Uploads
 from slime.config.args import Args
 from slime.config.roles import Role
 from slime.config.rules.losses import check_critic_only_steps
@@ -88,10 +89,12 @@ class RunLifetime:
         self._evaluation: tuple[int, ray.ObjectRef] | None = None  # the step and the result of one that was begun
         self._trained = range(0)
         self._times = StepTimes()
+        self._uploads = Uploads(args)
         self._checkpoints = Checkpoints(
             args.save,
             is_async=args.async_save,
             exports=bool(args.save_hf),
+            uploads=self._uploads,
             needs_each=args.release_train,
             log=lambda metrics: self._log_rollout_record(metrics),
         )
@@ -139,6 +142,7 @@ class RunLifetime:
     @phase(START)
     def _start(self) -> None:
         args, parts, start = self.args, self.parts, time.monotonic()
+        self._uploads.open()
         move_earlier_runs(args)
         self._claimed = claim_run_dirs(args)
         self._status.begin()
@@ -295,6 +299,7 @@ class RunLifetime:
                 if self._supervisor.lost_ray is None:
                     self._end_parts(graceful=not failed)
                 self._supervisor.shut_ray_down()
+        try_to_end("the uploads", self._checkpoints.end_uploads)
         try_to_end("the trackers", functools.partial(logging_utils.finish_tracking, failed=failed))
         if self._supervisor is not None:
             self._supervisor.end(failed=failed)

@@ -7,8 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from slime.checkpoints.paths import TRACKER_FILE, state_path
+from slime.checkpoints.remote import Uploads
+from slime.config.args import Args
 from slime.ray import checkpoints
 from slime.ray.utils import ActorFailure
+
+NOTHING = Uploads(Args(save=None, save_hf=None, push_to_hub=None, remote_urls={}))
 
 
 class FakeTrainers:
@@ -29,7 +33,7 @@ def checkpoints_of_full_disk(monkeypatch, tmp_path, *, needs_each=False):
     monkeypatch.setattr(checkpoints, "get", lambda ref, *_: ref)
     records = []
     made = checkpoints.Checkpoints(
-        str(tmp_path), is_async=False, exports=True, needs_each=needs_each, log=records.append
+        str(tmp_path), is_async=False, exports=True, uploads=NOTHING, needs_each=needs_each, log=records.append
     )
     made.keep_state(0, None)
     made.keep_state(1, "the data source's state found no room")
@@ -58,7 +62,7 @@ def test_the_last_checkpoint_and_one_that_the_next_trainers_begin_from_cannot_be
 def test_a_checkpoint_whose_writer_was_lost_behind_it_is_one_of_this_run(tmp_path):
     """The tracker is written last but for an export, in which a rank may be lost."""
     (tmp_path / TRACKER_FILE).write_text("3")  # of a run before
-    settings = {"is_async": False, "exports": True, "needs_each": False, "log": None}
+    settings = {"is_async": False, "exports": True, "uploads": NOTHING, "needs_each": False, "log": None}
     made = checkpoints.Checkpoints(str(tmp_path), **settings)
     assert not made.has_saved and not checkpoints.Checkpoints(None, **settings).has_saved
     (tmp_path / TRACKER_FILE).write_text("5")

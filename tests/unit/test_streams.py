@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from slime.utils.errors import UsageError
 from slime.utils.files.streams import JsonlBlocks, Stream
 from tests.unit.argument_lines import Check, check, command_line, has
 from tests.unit.rollout_fakes import LetterTokenizer, rollout_args
+from tests.unit.s3_server import s3 as s3
 
 __all__ = ["check", "command_line"]  # fixtures
 ROWS = [{"input": f"p{i}", "label": str(i)} for i in range(2000)]
@@ -175,6 +175,7 @@ def test_an_index_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: py
 
 PEAK = """
 import re, sys
+import fsspec
 import numpy as np
 from slime.utils.files import streams
 def peak():  # of this program, in MB
@@ -250,23 +251,3 @@ def test_a_stream_reads_from_an_s3_compatible_service(s3: Any, tmp_path: Path) -
     assert sorted(int(needed(stream.row(i)[1])["label"]) for i in range(2000)) == list(range(2000))
     with pytest.raises(UsageError, match="--prompt-data s3://bucket/none.jsonl cannot be read"):
         Stream("s3://bucket/none.jsonl")
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "ACCESS_KEY_ID": "k",
-        "SECRET_ACCESS_KEY": "s",
-        "ENDPOINT_URL": f"http://{host}:{port}",
-    }.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-    fs = fsspec.filesystem("s3")
-    fs.mkdir("bucket")
-    yield fs
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-    server.stop()

@@ -16,13 +16,15 @@ class CheckpointFlags:
     """Checkpoints. The first of --load, --ref-load, --hf-checkpoint that has weights is what training starts from."""
 
     load: str | None = flag(
-        None, "checkpoint to go on from: Megatron root or HF directory; --load equal to --save resumes"
+        None, "checkpoint to go on from: Megatron root or HF directory; --load equal to --save resumes; or its URL"
     )
     ref_load: str | None = flag(None, "reference checkpoint, and initial weights when --load has none")
     ref_ckpt_step: int | None = flag(
         None, "iteration of --ref-load (default: its newest)", needs="ref_load", at_least=0
     )
-    save: str | None = flag(None, "checkpoint root to write: after the last rollout, and as --save-interval says")
+    save: str | None = flag(
+        None, "checkpoint root to write, or its URL: after the last rollout, and as --save-interval says"
+    )
     save_interval: int | None = flag(
         None, "save every N rollouts and after the last", needs=("save", "save_hf"), at_least=1
     )
@@ -46,7 +48,10 @@ class CheckpointFlags:
         choices=("full", "sizes", "none"),
     )
     async_save: bool = flag(False, "write checkpoints while training goes on", needs="save")
-    save_hf: str | None = flag(None, "HF directory written at each save; {rollout_id} in it keeps every one")
+    save_hf: str | None = flag(None, "HF directory (or URL) written at each save; {rollout_id} in it keeps every one")
+    push_to_hub: str | None = flag(
+        None, "OWNER/NAME of a repository of the Hugging Face Hub that gets each HF export, too", needs="save_hf"
+    )
 
 
 @dataclass
