@@ -49,7 +49,8 @@ def read_rows_of(args: Args) -> Found:
     Returns:
         facts about the prompts (None without them), one report per data file, and a sentence for each thing missing.
     """
-    wanted: list[tuple[str, DatasetSettings]] = [(one.name, one) for one in args.eval_datasets]
+    evaluated = [one for one in args.eval_datasets if not is_stream(one.path)]
+    wanted: list[tuple[str, DatasetSettings]] = [(one.name, one) for one in evaluated]
     files = [one for one in args.prompt_sources if not (args.stream_prompts or is_stream(one.path))]
     wanted[:0] = [(f"prompts {one.name}" if one.is_named else "prompts", one) for one in files]
     readable = [entry for entry in wanted if parse_slice(entry[1].path)[0].is_file()]

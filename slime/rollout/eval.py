@@ -28,6 +28,7 @@ from slime.utils.async_utils import gather_or_cancel
 from slime.utils.data import Dataset
 from slime.utils.errors import UsageError
 from slime.utils.eval_config import EvalDatasetConfig
+from slime.utils.files.streams import is_stream
 from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import image_options
@@ -67,6 +68,8 @@ class EvalDatasets(metaclass=SingletonMeta):
                 skip_malformed=args.skip_malformed_data,
                 keep_messages=args.reward_model_path is not None,
                 images=image_options(args),
+                stream_window=1 if is_stream(config.path) else None,
+                flag=f"{config.where}:",
             )
         return self._read[key]
 
@@ -108,7 +111,9 @@ async def eval_rollout_single_dataset(args: Args, rollout_id: int, dataset_cfg: 
 
     async def of_prompt(position: int) -> list[Sample | None]:
         async with places or contextlib.nullcontext():  # the images of a whole data set would fill the memory
-            prompt, calls = dataset[position], []
+            prompt, calls = dataset.at(position), []
+            if prompt is None:  # of a stream: too long, empty, or malformed and skipped
+                return []
             for repetition in range(repetitions):
                 sample = eval_sample(dataset_cfg, prompt, index=position * repetitions + repetition, group=position)
                 # Upstream gives repetition j of every prompt the seed rollout_seed + j. Prompts of one length then
@@ -119,6 +124,8 @@ async def eval_rollout_single_dataset(args: Args, rollout_id: int, dataset_cfg: 
 
     with progress_bar(len(dataset) * repetitions, f"eval {dataset_cfg.name}") as bar:
         groups = await gather_or_cancel(of_prompt(position) for position in range(len(dataset)))
+    if not any(groups):
+        raise UsageError(f"{dataset_cfg.where}: no row of {dataset_cfg.path} has a prompt that is short enough")
     made = [sample for group in groups for sample in group if sample is not None]
     samples = [sample for sample in made if sample.counts(args)]
     key = args.eval_reward_key or args.reward_key
@@ -126,7 +133,7 @@ async def eval_rollout_single_dataset(args: Args, rollout_id: int, dataset_cfg: 
         "rewards": [_reward(sample, key, dataset_cfg.name) for sample in samples],
         "truncated": [sample.status is Sample.Status.TRUNCATED for sample in samples],
         "samples": samples,
-        "num_failed": len(dataset) * repetitions - len(made),
+        "num_failed": sum(map(len, groups)) - len(made),
         **({"untrusted": untrusted} if (untrusted := [one for one in made if not one.counts(args)]) else {}),
     }
 

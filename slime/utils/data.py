@@ -91,8 +91,9 @@ class Dataset:
             a chat template of its own.
         images: how images are opened; None = as they are, and from this machine.
         source: the file's entry in a mixture: its system prompt, grader, generate function and metadata.
-        stream_window: read the prompts as a stream (slime.utils.files.streams), which `draw` alone hands out, with
-            this many rows shuffled together; None = a file.
+        stream_window: read the prompts as a stream (slime.utils.files.streams), which `draw` and `at` alone hand out,
+            with this many rows shuffled together; None = a file.
+        flag: what errors of a stream call it.
 
     Raises:
         UsageError: a row cannot be used, or no row is left.
@@ -120,6 +121,7 @@ class Dataset:
         images: ImageOptions | None = None,
         source: PromptSource | None = None,
         stream_window: int | None = None,
+        flag: str = "--prompt-data",
     ) -> None:
         self._keep_messages, self._source = keep_messages, source
         self.name = source.name if source else ""
@@ -131,7 +133,7 @@ class Dataset:
         self._max_length, self._truncation, self._num_workers = max_length, truncation, num_workers
         malformed: list[str] | None = [] if skip_malformed else None
         self._path, self._skips_malformed = path, skip_malformed
-        self._stream = None if stream_window is None else Stream(path, window_rows=stream_window)
+        self._stream = None if stream_window is None else Stream(path, flag=flag, window_rows=stream_window)
         self.origin_samples = self._read(path, malformed) if self._stream is None else ()
         if malformed:
             logger.warning("%d malformed lines are skipped; the first: %s", len(malformed), malformed[0])
@@ -263,14 +265,14 @@ class Dataset:
         for _ in range(2):
             while place.sample_offset < len(self):
                 offset, place.sample_offset = place.sample_offset, place.sample_offset + 1
-                if (sample := self._at(offset)) is not None:
+                if (sample := self.at(offset)) is not None:
                     return sample
             place.epoch_id, place.sample_offset = place.epoch_id + 1, 0
             if shuffles:
                 self.shuffle(place.epoch_id)
         raise UsageError(f"--prompt-data {self._path}: no row has a prompt of at most {self._max_length} tokens")
 
-    def _at(self, offset: int) -> Sample | None:
+    def at(self, offset: int) -> Sample | None:
         """The prompt there; None where the row of a stream is empty, too long, or malformed and skipped."""
         if self._stream is None:
             return self.samples[offset]

@@ -31,7 +31,7 @@ def evaluate(monkeypatch, tmp_path):
             path = tmp_path / f"{name}.jsonl"
             path.write_text("".join(json.dumps({"input": f"p{letter}"}) + "\n" for letter in letters))
             own = {"max_response_len": 9, "temperature": 0.5, **(settings or {})}
-            configs.append(EvalDatasetConfig(name=name, path=str(path), **own))
+            configs.append(EvalDatasetConfig(**{"name": name, "path": str(path), **own}))
         with FakeEngine().serve() as engine:
             args = rollout_args(sglang_router_port=engine.port, eval_datasets=configs, **changes)
             outputs = [generate_rollout(args, i, None, evaluation=True) for i in range(times)]
@@ -86,6 +86,20 @@ def test_the_file_is_read_once(evaluate, monkeypatch):
     monkeypatch.setattr(eval_module, "Dataset", lambda *a, **k: reads.append(a) or real(*a, **k))
     evaluate({"a": "bc"}, times=2)
     assert len(reads) == 1
+
+
+def test_a_directory_or_url_is_read_as_a_stream_in_its_order(evaluate, tmp_path, monkeypatch):
+    """The fake tokenizer has one token a letter: a prompt that is too long is left out, and no sample has failed."""
+    for name, rows in {"b.jsonl": ["cc", "dddddddd"], "a.jsonl": ["a", "", "bb"]}.items():
+        text = "\n".join(json.dumps({"input": row, "label": row}) if row else "" for row in rows)
+        (tmp_path / "sets").mkdir(exist_ok=True)
+        (tmp_path / "sets" / name).write_text(text + "\n")
+    settings = {"path": f"file://{tmp_path}/sets", "label_key": "label", "n_samples_per_eval_prompt": 2}
+    (result,), *_ = evaluate({"s": ""}, settings=settings, eval_max_prompt_len=4, custom_rm_path=f"{__name__}:grade_d")
+    assert [sample.label for sample in result.data["s"]["samples"]] == ["a", "a", "bb", "bb", "cc", "cc"]
+    assert not result.metrics
+    with pytest.raises(UsageError, match="evaluation data set s: no row of file:.* has a prompt that is short enough"):
+        evaluate({"s": ""}, settings=settings, eval_max_prompt_len=0)
 
 
 def test_group_rewards_cannot_grade_an_evaluation(evaluate):

@@ -237,6 +237,10 @@ def test_the_first_row_of_a_stream_is_looked_at_before_anything_starts(check: Ch
     Path("many").mkdir()
     Path("many/a.jsonl").write_text('{"text": "x", "label": "1"}\n')
     has(check("--prompt-data many").problems.all(), "many/a.jsonl:1: no key 'input' (--input-key)")
+    sets = "--eval-interval 1 --eval-prompt-data one many two memory://none.jsonl"
+    problems = check(f"{sets} --eval-input-key input").problems.all()
+    has(problems, "many/a.jsonl:1: no key 'input'")
+    has(problems, "evaluation data set two: memory://none.jsonl cannot be read: there is no such file")
     assert not check("--prompt-data many --input-key text").problems.all()
 
 

@@ -250,7 +250,7 @@ def _read_data(
 
 
 def _streams(args: Args, dataset: DatasetSettings) -> bool:
-    return isinstance(dataset, PromptSource) and (args.stream_prompts or is_stream(dataset.path))
+    return is_stream(dataset.path) or (isinstance(dataset, PromptSource) and args.stream_prompts)
 
 
 def _facts_of_stream(dataset: DatasetSettings) -> DataFacts:

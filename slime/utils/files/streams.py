@@ -187,7 +187,7 @@ class Stream:
     """
 
     def __init__(self, path: str, *, flag: str = "--prompt-data", window_rows: int = WINDOW_ROWS) -> None:
-        self._path, self._window_rows = path, window_rows
+        self._path, self._flag, self._window_rows = path, flag, window_rows
         with readable(path, flag):
             self._files = list(_files_of(path))
         self._first = np.cumsum([0, *(len(file.sizes) for file in self._files)])
@@ -227,7 +227,7 @@ class Stream:
         self._held: list[tuple[int, int, Any]] = []
         for block in map(int, self._blocks[first : int(self._last[window]) + 1]):
             file = int(np.searchsorted(self._first, block, side="right")) - 1
-            with readable(self._path, "--prompt-data"):
+            with readable(self._path, self._flag):
                 rows = self._files[file].rows(block - int(self._first[file]))
             self._held += [(block, number, read) for number, read in enumerate(rows)]
         rng = np.random.default_rng([self._seed or 0, window])
