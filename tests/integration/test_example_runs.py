@@ -26,6 +26,7 @@ RUNS = {
     "tau-bench/run-tiny.sh": ("eval/shop", 0.15, ""),
     "multi_agent/run-tiny.sh": ("eval/chosen", 0.15, ""),
     "multi_turn_calculator/run-multi-turn-calculator.sh": ("eval/products", 0.2, "12"),
+    "self_play/run-tiny.sh": ("eval/backwards", 0.15, ""),
     "coding_agent_rl/run-coding-agent-cpu.sh": ("eval/bugs", 0.15, ""),
 }
 

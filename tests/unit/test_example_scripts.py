@@ -46,6 +46,7 @@ FUNCTIONS = {
     "": """
     examples.multi_agent.rollout_with_multi_agents.generate_with_multi_agents
     examples.multi_agent.agent_system.run_agent_system
+    examples.self_play.rollout.generate examples.self_play.rollout.by_role
     examples.llm_judge.judge.rubric examples.llm_judge.judge.pairwise
     examples.strands_sglang.generate_with_strands.generate examples.strands_sglang.generate_with_strands.reward_func
     examples.coding_agent_rl.generate.generate examples.coding_agent_rl.swe.run_evaluation
