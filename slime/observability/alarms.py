@@ -79,7 +79,7 @@ class Finding:
 
 def high(series: AllSeries, metric: str, limit: float, count: int) -> Finding | None:
     """Whether the values of the last `count` rollouts are all at least `limit`; each of them must have one."""
-    points = series[metric].last(count) if metric in series else []
+    points = series.get(metric, Series()).last(count)
     if not points or points[-1].rollout - points[0].rollout >= count or min(point.value for point in points) < limit:
         return None
     newest = series[ROLLOUT].points[-1].rollout if ROLLOUT in series else points[-1].rollout
@@ -90,9 +90,9 @@ def high(series: AllSeries, metric: str, limit: float, count: int) -> Finding | 
 
 def jumped(series: AllSeries, metric: str, thresholds: Jump) -> Finding | None:
     """Whether the last values are many times what was usual."""
-    points = series[metric].last(thresholds.steps) if metric in series else []
-    usual = series[metric].before(thresholds.steps) if points else []
-    if not usual:
+    found = series.get(metric, Series())
+    points, usual = found.last(thresholds.steps), found.before(thresholds.steps)
+    if not (points and usual):
         return None
     median = statistics.median(map(abs, usual))
     limit = max(thresholds.factor * median, thresholds.at_least)
@@ -108,8 +108,7 @@ def _share(metric: str) -> Check:
 def _level(*metrics: str) -> Check:
     """A metric of these, or of those that begin with one that ends with "/"."""
 
-    def check(series: AllSeries, thresholds: Any) -> Finding | None:
-        assert isinstance(thresholds, Level)
+    def check(series: AllSeries, thresholds: Level) -> Finding | None:
         named = [name for name in series if any(name == m or (m[-1] == "/" and name.startswith(m)) for m in metrics)]
         found = (high(series, name, thresholds.at_least, thresholds.rollouts) for name in sorted(named))
         return next(filter(None, found), None)
@@ -118,17 +117,11 @@ def _level(*metrics: str) -> Check:
 
 
 def _jump(*metrics: str) -> Check:
-    def check(series: AllSeries, thresholds: Any) -> Finding | None:
-        assert isinstance(thresholds, Jump)
-        found = (jumped(series, metric, thresholds) for metric in metrics)
-        return next(filter(None, found), None)
-
-    return check
+    return lambda series, limits: next(filter(None, (jumped(series, metric, limits) for metric in metrics)), None)
 
 
-def entropy_collapse(series: AllSeries, thresholds: Any) -> Finding | None:
+def entropy_collapse(series: AllSeries, thresholds: Collapse) -> Finding | None:
     """Whether the policy's entropy is a small part of what it began with."""
-    assert isinstance(thresholds, Collapse)
     metric = "train/entropy_loss"
     found = series.get(metric, Series())
     points = found.last(thresholds.steps)
@@ -140,9 +133,8 @@ def entropy_collapse(series: AllSeries, thresholds: Any) -> Finding | None:
     return Finding(metric, points[0].rollout, {metric: points[-1].value, "at first": first})
 
 
-def reward_falling(series: AllSeries, thresholds: Any) -> Finding | None:
+def reward_falling(series: AllSeries, thresholds: Falling) -> Finding | None:
     """Whether the reward has lost much of the best that it had."""
-    assert isinstance(thresholds, Falling)
     metric, count = "rollout/raw_reward", thresholds.rollouts
     points = series.get(metric, Series()).points
     if len(points) < 2 * count:
@@ -158,9 +150,8 @@ def reward_falling(series: AllSeries, thresholds: Any) -> Finding | None:
     return Finding(metric, points[best_end].rollout, {metric: now, "best before": best})
 
 
-def reward_flat(series: AllSeries, thresholds: Any) -> Finding | None:
+def reward_flat(series: AllSeries, thresholds: Flat) -> Finding | None:
     """Whether the reward has not moved for long, in a run that has something left to learn."""
-    assert isinstance(thresholds, Flat)
     metric, count = "rollout/raw_reward", thresholds.rollouts
     points = series.get(metric, Series()).points[-2 * count :]
     groups = series.get("rollout/zero_std/fraction", Series()).points[-count:]
@@ -173,9 +164,8 @@ def reward_flat(series: AllSeries, thresholds: Any) -> Finding | None:
     return Finding(metric, points[0].rollout, {metric: statistics.fmean(later), "before": statistics.fmean(earlier)})
 
 
-def length_explosion(series: AllSeries, thresholds: Any) -> Finding | None:
+def length_explosion(series: AllSeries, thresholds: Growth) -> Finding | None:
     """Whether responses are many times as long as at first."""
-    assert isinstance(thresholds, Growth)
     metric = "rollout/response_len/mean"
     found = series.get(metric, Series())
     if len(found.first) < BEFORE // 2:
@@ -186,19 +176,17 @@ def length_explosion(series: AllSeries, thresholds: Any) -> Finding | None:
     return finding and Finding(metric, finding.since, {metric: finding.evidence[metric], "at first": first})
 
 
-def slow_phase(series: AllSeries, thresholds: Any) -> Finding | None:
+def slow_phase(series: AllSeries, thresholds: Jump) -> Finding | None:
     """Whether a phase took many times as long as it usually does."""
-    assert isinstance(thresholds, Jump)
     phases = sorted(name for name in series if name.startswith("perf/") and name.endswith("_time"))
     found = (jumped(series, name, thresholds) for name in phases if name not in _SUMS)
     return next(filter(None, found), None)
 
 
-def low_mfu(series: AllSeries, thresholds: Any) -> Finding | None:
+def low_mfu(series: AllSeries, thresholds: Below) -> Finding | None:
     """Whether a GPU computes far less in training than it could; only where its peak is known."""
-    assert isinstance(thresholds, Below)
     metric = "perf/actor_train_mfu"
-    points = series[metric].last(thresholds.rollouts) if metric in series else []
+    points = series.get(metric, Series()).last(thresholds.rollouts)
     if not points or max(point.value for point in points) >= thresholds.share:
         return None
     return Finding(metric, points[0].rollout, {metric: points[-1].value, "limit": thresholds.share})

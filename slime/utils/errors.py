@@ -11,7 +11,6 @@ import difflib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 
 class UsageError(ValueError):
@@ -24,9 +23,6 @@ class UsageError(ValueError):
     def __init__(self, messages: str | list[str]) -> None:
         self.messages = [messages] if isinstance(messages, str) else list(messages)
         super().__init__("\n".join(self.messages))
-
-    def __reduce__(self) -> tuple[type[UsageError], tuple[list[str]]]:
-        return type(self), (self.messages,)  # Exception would pickle the joined text, and Ray pickles exceptions
 
 
 def exit_status(work: Callable[[], str]) -> int:
@@ -45,13 +41,6 @@ class HttpError(RuntimeError):
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
-
-    def __reduce__(self) -> Any:
-        return _rebuild_http_error, (str(self), self.status)  # Ray pickles errors; keyword arguments would be lost
-
-
-def _rebuild_http_error(message: str, status: int | None) -> HttpError:
-    return HttpError(message, status=status)
 
 
 def env_flag(environment: Mapping[str, str], name: str, *, default: str = "false") -> bool:

@@ -65,11 +65,8 @@ class EngineStartError(RuntimeError):
     """
 
     def __init__(self, message: str, port_taken: bool = False) -> None:
-        super().__init__(message, port_taken)
+        super().__init__(message)
         self.port_taken = port_taken
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class SGLangEngine(EngineClient):

@@ -189,7 +189,7 @@ class EngineControl(RayActor):
         """The engines that take the trainer's weights, and the GPUs of each."""
         found = self._servers.updatable if self._servers else []
         self._updatable = [engine for engine, _ in found]
-        return [engine for engine, _ in found], [num_gpus for _, num_gpus in found]
+        return self._updatable, [num_gpus for _, num_gpus in found]
 
     @ray.method(concurrency_group="control")
     def admit_engines(self) -> tuple[list[Any], list[int]]:

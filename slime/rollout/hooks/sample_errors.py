@@ -246,13 +246,6 @@ class SampleError(HookError):
         super().__init__(message)
         self.is_final = is_final
 
-    def __reduce__(self) -> Any:
-        return _rebuild, (str(self), self.is_final)  # Ray pickles errors; keyword arguments would be lost
-
-
-def _rebuild(message: str, is_final: bool) -> SampleError:
-    return SampleError(message, is_final=is_final)
-
 
 # Something of another type than a Sample, a number, ... was returned.
 SampleTypeError = as_kind(SampleError, TypeError)

@@ -12,7 +12,6 @@ signal, says 1; the process of /info's `pid` may be sent it instead).
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -20,8 +19,6 @@ import socket
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -45,8 +42,9 @@ from slime.backends.megatron_utils.server.requests import (
     request_of,
 )
 from slime.processes.wait import WaitTimeout, wait
-from slime.utils.errors import UsageError
-from slime.utils.http.api_keys import SERVICE_ENV, headers_for, is_refused, protect_service
+from slime.utils.errors import HttpError, UsageError
+from slime.utils.http.api_keys import SERVICE_ENV, is_refused, protect_service
+from slime.utils.http_utils import post_sync
 from slime.utils.misc import listen_anywhere
 
 logger = logging.getLogger(__name__)
@@ -237,21 +235,18 @@ def _lead(args: ServerArgs, loop: ModelLoop, queue: RequestQueue, listener: sock
 
 def _warm_up(args: ServerArgs, handlers: Handlers, server: uvicorn.Server, failed: list[str]) -> None:
     """Say that the server is there, after it has answered a request; end it when it does not."""
-    url = f"http://{_reachable(args.teacher_host)}:{args.teacher_warmup_port}/generate"
-    body = json.dumps({"input_ids": [0] * 8}).encode()
+    host = "127.0.0.1" if args.teacher_host in ("0.0.0.0", "::") else args.teacher_host  # nosec B104 - asked, not bound
+    url = f"http://{host}:{args.teacher_warmup_port}/generate"
     protect_service(url)
 
     def is_answered() -> bool:
-        headers = {"Content-Type": "application/json", **headers_for(url)}
-        request = urllib.request.Request(url, body, headers)
         try:
-            # its own address
-            with urllib.request.urlopen(request, timeout=args.teacher_warmup_timeout_s):  # nosec B310
-                return True
-        except urllib.error.HTTPError as error:
-            raise RuntimeError(f"{url} answered {error.code}: {error.read()[:500]!r}") from error
-        except OSError:
+            post_sync(url, {"input_ids": [0] * 8}, timeout_s=args.teacher_warmup_timeout_s)
+        except HttpError as error:
+            if error.status is not None:
+                raise
             return False  # nobody listens yet
+        return True
 
     if args.megatron_server_warmup:
         try:
@@ -263,11 +258,6 @@ def _warm_up(args: ServerArgs, handlers: Handlers, server: uvicorn.Server, faile
             return
     handlers.is_ready = True
     logger.info("serving %s at http://%s:%s", args.load or args.hf_checkpoint, args.teacher_host, args.teacher_port)
-
-
-def _reachable(host: str) -> str:
-    # asked, not bound
-    return "127.0.0.1" if host in ("0.0.0.0", "::") else host  # nosec B104
 
 
 if __name__ == "__main__":
