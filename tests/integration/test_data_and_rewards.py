@@ -46,7 +46,7 @@ def test_a_resumed_run_of_a_curriculum_is_the_run_that_was_never_stopped(tmp_pat
     def launch(out: Path, num_rollouts: int) -> Run:
         return train(
             out, *flags, "--num-rollout", num_rollouts, "--save", out, "--resume", "auto", "--save-interval", 1,
-            "--save-hf", out / "hf-{rollout_id}", "--save-debug-rollout-data", out / "dump" / "{rollout_id}.pt",
+            "--save-hf", out / "hf-{rollout_id}", "--dump-details", out / "dump",
         )  # fmt: skip
 
     whole = launch(tmp_path / "whole", 2)
@@ -58,7 +58,13 @@ def test_a_resumed_run_of_a_curriculum_is_the_run_that_was_never_stopped(tmp_pat
     assert record["rollout/raw_reward"] == pytest.approx(
         record["rollout/reward_part/digits"] + 0.5 * record["rollout/reward_part/short"], abs=1e-6
     )
-    drawn = [[s["prompt"] for s in load_dump(run.output_dir / "dump" / "1.pt")["samples"]] for run in (whole, resumed)]
+    dumps = [run.output_dir / "dump" for run in (whole, resumed)]
+    drawn = [[s["prompt"] for s in load_dump(dump / "rollout_data" / "1.pt")["samples"]] for dump in dumps]
     assert drawn[0] == drawn[1]
+    trained, again = (load_dump(dump / "train_data" / "1.pt")["samples"] for dump in dumps)
+    assert len(trained) == 16 and all(
+        a["log_probs"].equal(b["log_probs"]) for a, b in zip(trained, again, strict=True)
+    )
+    assert max(float((s["log_probs"] - s["rollout_log_probs"]).abs().max()) for s in trained) < 1e-4
     first, second = (tensors_in(run.output_dir / "hf-1") for run in (whole, resumed))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

@@ -1,15 +1,19 @@
-"""train.py --train-backend fsdp: PPO with all roles and its resumption; engines of other families agree with it."""
+"""train.py --train-backend fsdp: PPO with all roles and its resumption, engines of other families, memory."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import plan_accuracy
 from slime.checkpoints.paths import latest_iteration
-from tests.integration.launch import grpo_flags, make_model, train, write_prompts
+from tests.integration.launch import ROOT, grpo_flags, make_model, train, write_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 FSDP = ("--train-backend", "fsdp")
@@ -73,6 +77,21 @@ def make_any(folder: Path, model_type: str) -> Path:
 def test_engines_and_the_trainer_agree_before_and_after_a_sync(model_type: str, tmp_path: Path) -> None:
     flags = grpo_flags(make_any(tmp_path / "model", model_type), write_prompts(tmp_path / "prompts.jsonl"))
     flags.remove("--model-args-from-hf")
-    run = train(tmp_path / "out", *flags, *FSDP, "--num-rollout", 2, "--rollout-num-gpus", 1)
+    flags += ["--num-rollout", 2, "--rollout-num-gpus", 1, "--check-weight-update-equal"]  # after noise in the engine
+    run = train(tmp_path / "out", *flags, *FSDP)
     differences = run.column("train/train_rollout_logprob_abs_diff")
     assert len(differences) == 2 and max(differences) < 1e-5
+
+
+def test_each_rank_of_four_loads_its_shards_with_1_2_times_their_bytes() -> None:
+    command = [sys.executable, "benchmarks/fsdp_load.py", "--ranks", "4"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600).stdout
+    assert printed.count(": holds)") == 4, printed
+
+
+def test_the_planned_memory_is_that_of_a_run_within_5_percent(tmp_path: Path) -> None:
+    cases = [name for name in plan_accuracy.CASES if "FSDP2" in name]
+    command = [sys.executable, "benchmarks/plan_accuracy.py", "--output", tmp_path / "rows.json", "--only", *cases]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=1000)
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert len(rows) == 3 * len(cases) and all(abs(row["ratio"] - 1) <= 0.05 for row in rows), rows

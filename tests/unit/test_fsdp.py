@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
 
+from slime.checkpoints.rollout_files import load_dump
 from slime.config.parse import CommandLine
 from slime.plan.trainer_memory import moment_bytes
 from slime.utils.model_shape import ModelShape
-from tests.integration.trainer_world import make_train_data, resumed_from, trainer_args, with_images
+from tests.integration.trainer_world import NUM_SAMPLES, make_train_data, resumed_from, trainer_args, with_images
 from tests.unit.megatron_fakes import make_hf_model, run_world
 
 NUM_STEPS = 5
@@ -102,6 +103,16 @@ def assert_equal_runs(reference: Path, found: Path) -> None:
         assert (after2[name] - weight).norm() <= 1e-3 * update.norm(), name
 
 
+def assert_equal_dumps(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
+    """All samples of a dump of a train step, in order, with the same columns and, within 1e-5, the same numbers."""
+    assert len(ours) == len(theirs) == NUM_SAMPLES
+    for sample, other in zip(theirs, ours, strict=True):
+        assert sample.keys() == other.keys() >= {"tokens", "log_probs", "ref_log_probs", "advantages"}
+        for name, value in sample.items():
+            if name != "data_parallel_rank":
+                assert other[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+
+
 @pytest.mark.parametrize(
     ("name", "world", "flags"),
     [
@@ -137,10 +148,19 @@ def test_what_a_loss_asks_for_is_that_of_megatron(
 ) -> None:
     flags = {"recompute_old_log_probs": True, "num_steps": 2, **flags}
     flags |= {"opd_teacher_load": str(families["teacher"])} if "use_opd" in flags else {}
-    run(families["qwen3"], backend="megatron", out=tmp_path / "megatron.pt", **flags)
+    dump = "save_debug_train_data"
+    run(
+        families["qwen3"],
+        backend="megatron",
+        out=tmp_path / "megatron.pt",
+        **flags,
+        **{dump: f"{tmp_path}/megatron-{{rollout_id}}.pt"},
+    )
+    flags[dump] = f"{tmp_path}/fsdp-{{rollout_id}}.pt"
     more = {"megatron": "--context-parallel-size 2", "recompute_loss_function": True, "max_tokens_per_gpu": 24}
     run(families["qwen3"], world=2, out=tmp_path / "fsdp.pt", **flags, **(more if parallel else {}))
     assert_equal_runs(tmp_path / "megatron.pt", tmp_path / "fsdp.pt")
+    assert_equal_dumps(*(load_dump(tmp_path / f"{backend}-1.pt")["samples"] for backend in ("megatron", "fsdp")))
     if "use_opd" in flags:
         assert abs(torch.load(tmp_path / "fsdp.pt")[0][-1][0]["train/opd_reverse_kl"]) > 0.01, "it teaches"
 
@@ -158,6 +178,7 @@ def test_a_resumed_run_is_bit_by_bit_the_same_and_another_number_of_ranks_can_re
 ) -> None:
     hf, root = families["qwen3"], tmp_path / "save"
     run(hf, world=2, out=tmp_path / "whole.pt", save=str(root), save_hf=str(tmp_path / "hf"))
+    assert_equal_runs(hf.with_suffix(".pt"), tmp_path / "whole.pt")
     records, _, after = torch.load(tmp_path / "whole.pt")
     from transformers import AutoModelForCausalLM
 
@@ -371,59 +392,6 @@ def _read_half(args: Any) -> None:
         load_hf(policy, args.load)
     # an odd number of rows gives the first rank one more, of at most 128 bytes, of each of the 25 tensors
     assert 0 < sum(num_bytes) <= RawTensors(args.load).num_bytes / 2 + 25 * 128
-
-
-@pytest.fixture(scope="module")
-def critic_of_megatron(families: dict[str, Path]) -> tuple[dict[str, float], list[float]]:
-    """(metrics of the last step, values after it) on one rank."""
-    return critic_of(families, "megatron", families["qwen3"].with_name("critic.pt"))
-
-
-@pytest.mark.parametrize("parallel", [(1, 1), (2, 1), (4, 2)], ids=str)
-def test_a_critic_learns_as_that_of_megatron(
-    families: dict[str, Path], critic_of_megatron: Any, tmp_path: Path, parallel: tuple[int, int]
-) -> None:
-    theirs, their_values = critic_of_megatron
-    ours, values = critic_of(families, "fsdp", tmp_path / "critic.pt", *parallel)
-    assert max(map(abs, values)) > 0.05  # they start at 0
-    assert ours == pytest.approx(theirs, rel=1e-5)
-    assert values == pytest.approx(their_values, rel=1e-3, abs=1e-5)
-
-
-def critic_of(families: dict[str, Path], backend: str, out: Path, world: int = 1, cp_size: int = 1) -> Any:
-    """What three steps make of a critic, and all samples' values then."""
-    megatron = f"{MEGATRON} --context-parallel-size {cp_size}"
-    flags = {"train_backend": backend, "advantage_estimator": "ppo", "lr": 1e-2, "dp_size": world // cp_size}
-    args = trainer_args(families["qwen3"], megatron, **flags)
-    vars(args).update(loss_type="value_loss", untie_embeddings_and_output_weights=True)
-    run_world(world, _critic, args, out)
-    return torch.load(out)
-
-
-def _critic(args: Any, out: Path) -> None:
-    from slime.backends.fsdp_utils.actor import FsdpCriticActor
-    from slime.backends.megatron_utils import initialize
-    from slime.backends.megatron_utils.actor import MegatronCriticActor
-    from slime.ray.rollout.shares import split_train_data
-
-    make = FsdpCriticActor if args.train_backend == "fsdp" else MegatronCriticActor
-    critic = make(args, rank=dist.get_rank(), world_size=dist.get_world_size(), master_addr="", master_port=0)
-    with mock.patch.object(initialize, "init"):
-        critic.init()
-    layout = critic.parallel_config()
-    share = split_train_data(args, make_train_data(), layout)[layout["dp_rank"]]
-    returns = [
-        [0.1 * (number + 1)] * n for number, n in zip(share["sample_indices"], share["response_lengths"], strict=True)
-    ]
-    for rollout_id in range(3):
-        values = critic.values_of(dict(share))["values"]
-        ((metrics, _),) = critic.train_on(rollout_id, dict(share) | {"values": values, "returns": returns})
-    mine = dict(zip(share["sample_indices"], critic.values_of(dict(share))["values"], strict=True))
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, mine)
-    of_all = {number: values.tolist() for of_one in of_ranks for number, values in of_one.items()}
-    if dist.get_rank() == 0:
-        torch.save((metrics, [value for number in sorted(of_all) for value in of_all[number]]), out)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from slime.utils.errors import UsageError
 from slime.weights.adapters import PEFT_PREFIX
 from slime.weights.names import is_fused, single_names
 
-READ_BYTES = 8 * 2**20
+READ_BYTES = 2 * 2**20
 """Rows are read this many bytes (of the shard) at a time: what is read lies in memory beside it."""
 GATHER_BYTES = 64 * 2**20
 """Parameters are gathered this many bytes at a time, or one by one where they are larger."""
