@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from slime.backends.fsdp_utils.checkpoint import (
     TrainState,
@@ -70,6 +71,9 @@ class FsdpBackend(MegatronBackend):
         self._is_whole = mesh.size(mesh.ndim - 1) == 1  # there are no shards but copies of the model
         self._is_last = True
         policy = build_policy(args, mesh)
+        # not a tower that sees nothing: torch looks for gradients of what was never gathered, and fails
+        groups = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+        self._trained_groups = [x for x in groups if any(p.requires_grad for p in x.parameters())]
         optimizer = OPTIMIZERS[args.optimizer](args, trained_parameters(policy))
         self.state = TrainState(policy, optimizer, make_scheduler(args, cast(Any, optimizer)))
         self._source = WeightSource(policy, getattr(torch, args.params_dtype), args.hf_checkpoint)
@@ -197,14 +201,14 @@ class FsdpBackend(MegatronBackend):
 
     def _expect(self, *, is_last: bool) -> None:
         """Leave gathered what was to stay so, and gradients where nobody has a part of them, until the last pass."""
-        policy = cast(Any, self.state.policy)
         if is_last == self._is_last:
             return
         self._is_last = is_last
-        if self._is_whole or not self.args.fsdp_reshard_after_forward:
-            policy.set_reshard_after_backward(is_last)
-        if self._is_whole:
-            policy.set_requires_gradient_sync(is_last)
+        for group in self._trained_groups:
+            if self._is_whole or not self.args.fsdp_reshard_after_forward:
+                group.set_reshard_after_backward(is_last, recurse=False)
+            if self._is_whole:
+                group.set_requires_gradient_sync(is_last, recurse=False)
 
     def _logits(self, output: Any) -> Any:
         """The model's output as the losses take it: whole logits [1, T, V] unless they are to be made in chunks."""
