@@ -154,7 +154,7 @@ def measure_adapters(engine: Any, path: Path, options: Namespace) -> None:
         stages = {"pack": pack, "pause": pause, "load": load, "continue": found["time"] - pack - pause - load}
         for name, seconds in (stages | {"paused": found["time"] - pack, "sync": found["time"]}).items():
             rows[name].append(seconds)
-    tensors = adapter_tensors(args, model).values()
+    tensors = adapter_tensors(model).values()
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     print(f"adapters: {len(tensors)} tensors, {num_bytes} bytes; {options.repeat} syncs; ms")
     print(f"{'stage':10}{'median':>8}{'min':>8}{'max':>8}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -85,7 +85,7 @@ def write_adapter(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
     (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def take_adapter(adapters: Iterable[tuple[list[str], Any]], directory: str | Path) -> None:
+def take_adapter(adapters: Iterable[tuple[Sequence[str], Any]], directory: str | Path) -> None:
     """Give adapters the values of a PEFT directory; all ranks call it.
 
     Args:

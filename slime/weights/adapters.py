@@ -15,6 +15,8 @@ BASE = "slime-base"
 """As `lora_path` of a request: the model without adapters, on an engine of ours."""
 POLICY = "lora_policy"
 """Key of a sample's metadata: the policy (--lora-policies) that answers it."""
+SERVED = "slime-served"
+"""In an engine's answer to the load of a version, beside the names of adapters: its weight version from now on."""
 _LIVE = "slime-live@"
 _VERSION = re.compile(r"slime-v(?P<version>\d+)(?:@(?P<policy>[\w-]+))?(?:\.\d+)?")
 PEFT_PREFIX = "base_model.model."

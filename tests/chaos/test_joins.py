@@ -70,11 +70,14 @@ def trained_indices(out: Path) -> list[int]:
     return sorted(int(sample.index or 0) for path in paths for sample in load_samples(path, option="the dump"))
 
 
-def test_an_engine_joins_in_the_middle_of_a_rollout_serves_and_leaves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_engine_joins_in_the_middle_of_a_rollout_serves_and_leaves(tmp_path: Path, lora: bool) -> None:
     out, book, command = tmp_path / "out", GuestBook(tmp_path / "out"), [sys.executable, "-m"]
     command += ["slime.backends.sglang_utils.join", "--run", str(out)]
     hooks = ["--custom-rm-path", f"{ROOT}/tests/chaos/test_joins.py:reward_when_allowed"]
     hooks += ["--custom-rollout-log-function-path", f"{ROOT}/tests/chaos/test_joins.py:ask_all", "--num-rollout", 3]
+    if lora:  # the engine gets the live adapter before it serves
+        hooks += ["--lora-rank", 8, "--lr", 2e-2, "--update-weight-disk-dir", tmp_path / "adapters"]
     with going(out, *hooks) as run:
         wait("the run to take engines", 120, lambda: book.last_beat(), check=lambda: _is_well(run, tmp_path))
         guest = subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE)

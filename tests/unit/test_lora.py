@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import nullcontext
 from multiprocessing.reduction import ForkingPickler
@@ -18,11 +19,18 @@ from slime.backends.megatron_utils.update_weight import WeightSyncError, from_ad
 from slime.backends.megatron_utils.update_weight.from_adapters import AdapterUpdater
 from slime.backends.sglang_utils import cpu_standins, engine_patches
 from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, adapter_defaults, build_server_args
-from slime.backends.sglang_utils.weight_transfer import SharedRoom, adapter_tensors_of, in_shared_memory
+from slime.backends.sglang_utils.weight_transfer import (
+    DirectEngine,
+    EngineContact,
+    SharedRoom,
+    adapter_tensors_of,
+    in_shared_memory,
+)
 from slime.checkpoints.paths import MODEL_SHAPE_FILE, TRACKER_FILE
 from slime.config.megatron.lora_plan import LoraPlan, base_of
 from slime.config.roles import parse_megatron_role_args
 from slime.training.micro_batches import needs_old_log_probs
+from slime.utils import http_utils
 from slime.utils.errors import UsageError
 from slime.utils.misc import needed
 from slime.weights.adapters import BASE, STACKED, stacks_of
@@ -78,6 +86,8 @@ REFUSED = {
     "--lora-rank 8 --sglang-lora-target-modules q_proj": "the run gives them, as of --lora-target-modules",
     "--lora-rank 8 --sglang-quantization fp8": "--sglang-quantization fp8 does not go with --lora-serve adapter",
     "--lora-rank 8 --lora-target-modules foo": "--lora-target-modules foo: the model has no such projection; it has q",
+    "--lora-rank 8 --sglang-torchao-config int8wo": "--sglang-torchao-config int8wo does not go with --lora-serve",
+    "--lora-rank 8 --sglang-dp-size 2 --sglang-enable-dp-attention": "whose ranks have different requests is not",
     "--lora-rank 8 --sglang-max-loaded-loras 1": "--sglang-max-loaded-loras 1 does not go with --lora-serve adapter",
     "--lora-rank 8 --sglang-enable-lora-overlap-loading": "--sglang-enable-lora-overlap-loading True does not go with",
     "--lora-rank 8 --sglang-experts-shared-outer-loras": "each expert of the trainer has an A and a B of its own",
@@ -85,6 +95,7 @@ REFUSED = {
     "--lora-rank 8 --sglang-tokenizer-worker-num 2": "one process of an engine has to know which version is served",
     "--lora-rank 8 --prefill-num-servers 1 --rollout-num-gpus 2": "which could serve two versions",
     "--lora-rank 8 --check-weight-update-equal": "it overwrites the engines' model, which is never sent",
+    "--lora-rank 8 --elastic-rollout --use-fault-tolerance --rollout-num-gpus 1": "engines that join from other hosts",
     "--lora-rank 8 --load other": "--load other holds no adapters, and the base of --lora-rank 8 is --hf-",
 }
 
@@ -302,6 +313,33 @@ def test_an_engine_keeps_stacks_as_they_lie_and_as_sglang_would_make_them(monkey
     assert all(tensor.untyped_storage().data_ptr() == own for tensor in ours.values()), "nothing was copied"
     again = loaded(drawn, {**body["config_dict"], STACKED: False})
     assert all(again[name].equal(theirs[name]) for name in theirs), "adapters of other people load as before"
+
+
+def test_a_load_answers_with_the_version_that_the_server_has_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer compares it, and need not ask. The fakes are SGLang's scheduler, which has loaded it, and HTTP."""
+    cpu_standins.install()
+    from sglang.srt.managers.io_struct import LoadLoRAAdapterReqOutput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
+
+    class Manager:
+        record_config_updates, config_value = TokenizerManager.record_config_updates, TokenizerManager.config_value
+        _config_updates: list[Any] = []
+        server_args = SimpleNamespace(weight_version="16")
+        lora_registry = SimpleNamespace(get_all_adapters=dict)
+
+    async def load(manager: Any, request: Any) -> Any:
+        return LoadLoRAAdapterReqOutput(success=True, loaded_adapters={request.lora_name: "__tensor__"})
+
+    def post(url: str, payload: dict[str, Any], *, timeout_s: float) -> Any:
+        request = SimpleNamespace(lora_name=payload["lora_name"], lora_path=None)
+        return msgspec_to_builtins(asyncio.run(engine_patches.LiveAdapter().noting(load)(Manager(), request)))
+
+    monkeypatch.setattr(http_utils, "post_sync", post)
+    engine = DirectEngine(EngineContact(0, "http://127.0.0.1:1"))
+    assert engine.load_adapter("slime-v17@math") == "17" == Manager().config_value("weight_version")
+    assert engine.load_adapter("judge") is None, "somebody else's has no version"
+    assert Manager().config_value("weight_version") == "17"
 
 
 @pytest.mark.parametrize("failed", [0, 712])

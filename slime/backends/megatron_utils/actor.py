@@ -137,7 +137,7 @@ class MegatronBackend(Backend):
         else:
             load_hf_weights(args, state.model, source.path)
         if source.is_start and args.lora_adapter_path is not None and not has_adapters:
-            load_adapter(args, state.model, args.lora_adapter_path)
+            load_adapter(state.model, args.lora_adapter_path)
             state.optimizer.reload_model_params()
         elif classify_checkpoint(source.path) != "megatron":
             state.optimizer.reload_model_params()  # its fp32 copies are still those of the initial weights

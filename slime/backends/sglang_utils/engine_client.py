@@ -20,6 +20,7 @@ from slime.processes.wait import wait
 from slime.utils import http_utils
 from slime.utils.errors import HttpError
 from slime.utils.http.api_keys import protect_engine
+from slime.weights.adapters import SERVED
 
 UPDATE_TIMEOUT_S = 600.0
 FLUSH_DEADLINE_S = 60.0
@@ -321,7 +322,7 @@ class EngineClient:
         load_format = f"{COPY_FORMAT}:{local_dir}"
         self._update("update_weights_from_disk", timeout_s=timeout_s, model_path=path, load_format=load_format)
 
-    def load_adapter(self, name: str, *, path: str | None = None, **tensors: Any) -> None:
+    def load_adapter(self, name: str, *, path: str | None = None, **tensors: Any) -> str | None:
         """Load a LoRA adapter; with a name of a version, a server of ours serves it from then on.
 
         Args:
@@ -329,13 +330,17 @@ class EngineClient:
             path: a PEFT directory on the server's host; one directory a name, for SGLang may read it again.
             tensors: in its place, the adapter as `weight_transfer.adapter_tensors_of` has it.
 
+        Returns:
+            the version that a server of ours has from now on: the name's, as the server has read it.
+
         Raises:
             RuntimeError: the server refuses it; it says why.
         """
         if path is None:
-            self._update("load_lora_adapter_from_tensors", lora_name=name, **tensors)
+            answer = self._update("load_lora_adapter_from_tensors", lora_name=name, **tensors)
         else:
-            self._update("load_lora_adapter", lora_name=name, lora_path=path)
+            answer = self._update("load_lora_adapter", lora_name=name, lora_path=path)
+        return (answer.get("loaded_adapters") or {}).get(SERVED)
 
     def prompt_log_probs(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
         """The log-probs of all tokens but the first.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.utils.http.network import out_of_reach
-from slime.weights.adapters import BASE, STACKED, is_stack, live_name, policy_of, version_of
+from slime.weights.adapters import BASE, SERVED, STACKED, is_stack, live_name, policy_of, version_of
 from slime.weights.names import read_header
 
 PROBE = "probe"
@@ -300,6 +300,9 @@ class LiveAdapter:
             if result.success:
                 self.names[policy_of(request.lora_name)] = request.lora_name
                 self._dismiss_others(manager)
+                manager.record_config_updates("slime", weight_version=version_of(request.lora_name))
+                served = {SERVED: manager.config_value("weight_version")}  # the trainer need not ask
+                result.loaded_adapters = (result.loaded_adapters or {}) | served
             return result
 
         return load_and_note

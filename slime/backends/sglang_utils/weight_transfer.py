@@ -180,24 +180,34 @@ def in_shared_memory(tensors: Mapping[str, torch.Tensor], room: SharedRoom | Non
     _prepare()
     import torch
 
-    stacks = stacks_of(tensors)
-    order = [(name, tensors[name]) for names in stacks.values() for name in names]
-    flat = [tensor.detach().reshape(-1) for _, tensor in order]
-    begins = dict(zip(dict(order), itertools.accumulate((part.nbytes for part in flat), initial=0), strict=False))
-    num_bytes = sum(part.nbytes for part in flat)
+    places, parts, num_bytes = _layout_of(
+        tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+    )
     if room is None or room.data.numel() != num_bytes:
         room = SharedRoom(num_bytes)
-    as_elements = room.data.view(flat[0].dtype)
-    if flat[0].device == as_elements.device:
-        torch.cat(flat, out=as_elements)
-    else:
-        as_elements.copy_(torch.cat(flat))
-    places = []
-    for engines_name, names in stacks.items():
-        first, rows = tensors[names[0]], sum(len(tensors[name]) for name in names)
-        places.append((engines_name, torch.Size((rows, *first.shape[1:])), first.dtype, begins[names[0]]))
-    parts = tuple((name, tensor.shape, tensor.dtype, begins[name]) for name, tensor in order)
-    return SharedTensors(room.data, tuple(places), parts)
+    with torch.no_grad():
+        flat = [tensors[part[0]].reshape(-1) for part in parts]
+        as_elements = room.data.view(flat[0].dtype)
+        if flat[0].device == as_elements.device:
+            torch.cat(flat, out=as_elements)
+        else:
+            as_elements.copy_(torch.cat(flat))
+    return SharedTensors(room.data, places, parts)
+
+
+@functools.lru_cache(maxsize=256)
+def _layout_of(
+    kinds: tuple[tuple[str, torch.Size, torch.dtype], ...],
+) -> tuple[tuple[Place, ...], tuple[Place, ...], int]:
+    """(places, parts, bytes of all) as of `SharedTensors`; computed once, for all versions of an adapter are alike."""
+    of_name, places, parts, at = {name: (shape, dtype) for name, shape, dtype in kinds}, [], [], 0
+    for engines_name, names in stacks_of(of_name).items():
+        (first, dtype), rows = of_name[names[0]], sum(of_name[name][0][0] for name in names)
+        places.append((engines_name, type(first)((rows, *first[1:])), dtype, at))
+        for name in names:
+            parts.append((name, of_name[name][0], dtype, at))
+            at += of_name[name][0].numel() * dtype.itemsize
+    return tuple(places), tuple(parts), at
 
 
 @contextmanager

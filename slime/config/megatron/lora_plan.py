@@ -316,8 +316,8 @@ LORA: tuple[Check, ...] = (
     ),
     Rule(
         _is_quantized,
-        "--hf-checkpoint {hf_checkpoint} is quantised, and adapters of --lora-rank {lora_rank} that are merged into "
-        "such weights are lost in their rounding; take the bf16 model.",
+        "--hf-checkpoint {hf_checkpoint} is quantised: engines that serve adapters of --lora-rank {lora_rank} would "
+        "compute with another base than the trainer, and merged ones are lost in the rounding; take the bf16 model.",
     ),
     Rule(
         lambda a: a.tensor_model_parallel_size > 1 and query_groups(a) % a.tensor_model_parallel_size,
@@ -355,6 +355,8 @@ def _given(args: Args, name: str) -> Any:
 
 _ENGINE_FLAGS = {
     "quantization": "engines would compute the model's product in another type than the trainer's",
+    "torchao_config": "engines would compute the model's product in another type than the trainer's",
+    "enable_dp_attention": "an engine whose ranks have different requests is not proven with adapters",
     "pp_size": "an engine of several pipeline stages is not proven with adapters",
     "speculative_algorithm": "drafts would come from the model without the adapter",
     "lora_target_modules": "the run gives them, as of --lora-target-modules",
@@ -366,7 +368,6 @@ _ENGINE_FLAGS = {
 """ServerArgs field -> why it does not go with adapters that engines serve."""
 _RUN_FLAGS = {
     "rollout_external_engine_addrs": "engines that the run did not start do not give requests the newest version",
-    "elastic_rollout": "an engine that joins has none of the versions that requests may name",
     "prefill_num_servers": "one answer comes from two engines, which could serve two versions",
     "check_weight_update_equal": "it overwrites the engines' model, which is never sent; the first sync compares it",
     "custom_update_weight_post_write_path": "a version is an adapter, not a model",
@@ -414,6 +415,11 @@ SERVED: tuple[Check, ...] = (
             f"--sglang-tokenizer-worker-num {_given(a, 'tokenizer_worker_num')} does not go with --lora-serve "
             "adapter: one process of an engine has to know which version is served; leave it out."
         ),
+    ),
+    Rule(
+        lambda a: a.elastic_rollout and not a.update_weight_disk_dir,
+        "--elastic-rollout with --lora-serve adapter: engines that join from other hosts read adapters from files; "
+        "give --update-weight-disk-dir, a directory that all hosts share, or --lora-serve merged.",
     ),
     for_each(
         lambda a: _ENGINE_FLAGS,

@@ -50,12 +50,14 @@ def attach_adapters(args: Args, models: Sequence[torch.nn.Module]) -> None:
             "train/train_rollout_logprob_abs_diff shows how much (docs/lora.md)",
             plan.rank,
         )
+    family = family_of_args(args)
     for model in models:
         bare = unwrap(model).requires_grad_(False)
         if head := value_head_of(model):
             head.requires_grad_(True)  # a critic's is trained as a whole, and saved with the adapters
         for name, module in _linears(bare, plan):
-            _attach(module, plan, name, args.seed)
+            of_hf = family.find(f"{name}.weight", args.num_layers)[1]
+            _attach(module, plan, name, args.seed, [PEFT_PREFIX + n.removesuffix(".weight") for n in of_hf])
 
 
 def _linears(model: torch.nn.Module, plan: LoraPlan) -> Iterator[tuple[str, Any]]:
@@ -72,7 +74,7 @@ def _linears(model: torch.nn.Module, plan: LoraPlan) -> Iterator[tuple[str, Any]
                 yield f"decoder.layers.{layer.layer_number - 1}.{numbered}", module  # Megatron counts from 1
 
 
-def _attach(module: Any, plan: LoraPlan, name: str, seed: int) -> None:
+def _attach(module: Any, plan: LoraPlan, name: str, seed: int, peft_names: Sequence[str]) -> None:
     linear = re.sub(r"(?<=local_experts\.)\d+", "{e}", name.split(".", 3)[-1])
     projections, config = plan.projections[linear], module.config
     sizes, groups = [module.weight.shape[0] // len(projections)] * len(projections), 0
@@ -80,7 +82,16 @@ def _attach(module: Any, plan: LoraPlan, name: str, seed: int) -> None:
         groups = config.num_query_groups // module.tp_group.size()
         keys = config.kv_channels * groups
         sizes = [module.weight.shape[0] - 2 * keys, keys, keys]
-    module.lora = Adapter(module, name=name, plan=plan, projections=projections, sizes=sizes, groups=groups, seed=seed)
+    module.lora = Adapter(
+        module,
+        name=name,
+        plan=plan,
+        projections=projections,
+        sizes=sizes,
+        groups=groups,
+        seed=seed,
+        peft_names=peft_names,
+    )
     module.__class__ = ColumnLinear if isinstance(module, ColumnParallelLinear) else RowLinear
 
 
@@ -95,13 +106,18 @@ def be_policy(args: Args, models: Sequence[torch.nn.Module], *, draws_for: str |
     plan = LoraPlan.of(args)
     assert plan is not None, "without --lora-rank there are no adapters"
     seed = None if draws_for is None else f"{args.seed}/{draws_for}"
-    for adapter in (module for model in models for module in model.modules() if isinstance(module, Adapter)):
+    for adapter in _adapters(models):
         adapter.be(plan, seed=seed)
 
 
 def has_adapters(models: Sequence[torch.nn.Module]) -> bool:
     """Whether the model of this rank was built with adapters."""
-    return any(isinstance(module, Adapter) for model in models for module in model.modules())
+    return bool(_adapters(models))
+
+
+def _adapters(models: Sequence[torch.nn.Module]) -> list[Adapter]:
+    """The adapters of this rank, layer by layer."""
+    return [module for model in models for module in model.modules() if isinstance(module, Adapter)]
 
 
 # ---- the base under them
@@ -148,45 +164,35 @@ def check_base(models: Sequence[torch.nn.Module], saved: float, source: Path) ->
 
 def save_adapter(args: Args, models: Sequence[torch.nn.Module] | AdapterSource, directory: Path) -> None:
     """Write the adapters as a PEFT directory, which `PeftModel.from_pretrained` loads; all ranks call it."""
-    tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in adapter_tensors(args, models).items()}
+    tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in adapter_tensors(models).items()}
     if dist.get_rank() == 0:
         write_adapter(tensors, peft_config(args), directory)
 
 
 @torch.no_grad()
-def adapter_tensors(args: Args, models: Sequence[torch.nn.Module] | AdapterSource) -> dict[str, torch.Tensor]:
+def adapter_tensors(models: Sequence[torch.nn.Module] | AdapterSource) -> dict[str, torch.Tensor]:
     """PEFT's names -> whole tensors, on every rank (collective); some are those that are trained."""
     if not isinstance(models, Sequence):
         return models.adapter_tensors()
-    plan = LoraPlan.of(args)
-    assert plan is not None, "without --lora-rank there are no adapters"
+    adapters = _adapters(models)
     is_split = parallel_state.get_pipeline_model_parallel_world_size() > 1 or (
-        plan.has_experts and parallel_state.get_expert_model_parallel_world_size() > 1
+        any(adapter.is_expert for adapter in adapters) and parallel_state.get_expert_model_parallel_world_size() > 1
     )
     tensors: dict[str, torch.Tensor] = {}
-    for names, adapter in _named_adapters(args, models):
-        for name, (_, a, b) in zip(names, adapter.whole(), strict=True):
-            if not is_split or _is_first_copy(adapter):
-                tensors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+    for adapter in adapters:
+        is_ours = not is_split or _is_first_copy(adapter)
+        for name, (_, a, b) in zip(adapter.peft_names, adapter.whole(), strict=True):
+            if is_ours:
+                tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = a, b
     if not is_split:
         return tensors
     on_host = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
     return {name: tensor for part in gathered(on_host) for name, tensor in part.items()}
 
 
-def load_adapter(args: Args, models: Sequence[torch.nn.Module], directory: str | Path) -> None:
+def load_adapter(models: Sequence[torch.nn.Module], directory: str | Path) -> None:
     """Give the adapters the values of a PEFT directory; arguments and errors of `take_adapter`."""
-    take_adapter(_named_adapters(args, models), directory)
-
-
-def _named_adapters(args: Args, models: Sequence[torch.nn.Module]) -> Iterator[tuple[list[str], Adapter]]:
-    """Yield (PEFT's name of each projection, adapter) of the adapters of this rank."""
-    plan, family = LoraPlan.of(args), family_of_args(args)
-    assert plan is not None
-    for model in models:
-        for name, module in _linears(model, plan):
-            hf_names = family.find(f"{name}.weight", args.num_layers)[1]
-            yield [PEFT_PREFIX + hf_name.removesuffix(".weight") for hf_name in hf_names], module.lora
+    take_adapter(((adapter.peft_names, adapter) for adapter in _adapters(models)), directory)
 
 
 def _is_first_copy(adapter: Adapter) -> bool:

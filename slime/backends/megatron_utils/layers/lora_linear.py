@@ -51,6 +51,7 @@ class Adapter(torch.nn.Module):
         projections: HF's names of the parts of the layer's output. sizes: this rank's rows of each.
         groups: query groups on this rank, over which the parts are interleaved; 0 = one part after the other.
         seed: of the run.
+        peft_names: of each projection, in the whole model.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class Adapter(torch.nn.Module):
         sizes: Sequence[int],
         groups: int,
         seed: int,
+        peft_names: Sequence[str],
     ) -> None:
         super().__init__()
+        self.peft_names = tuple(peft_names)
         self.projections, self.rank, self.scale, self.groups = tuple(projections), plan.rank, plan.scale, groups
         self.dropout, self.draws_gaussian = plan.dropout, plan.init == "gaussian"
         self._name, self._live_rank = name, plan.rank
@@ -186,7 +189,9 @@ class Adapter(torch.nn.Module):
         a = self._gathered(self.lora_A) if self.is_row else self.lora_A.detach()
         for projection, part, b in zip(self.projections, a.split(self.rank), self.lora_B, strict=True):
             whole = b.detach() if self.is_row else self._gathered(b)
-            yield projection, part[: self._live_rank], whole[:, : self._live_rank]
+            if self._live_rank < self.rank:
+                part, whole = part[: self._live_rank], whole[:, : self._live_rank]
+            yield projection, part, whole
 
     @torch.no_grad()
     def take(self, number: int, a: torch.Tensor, b: torch.Tensor, *, source: str) -> None:

@@ -118,6 +118,7 @@ class AdapterUpdater(WeightUpdater):
         self._making_room = ThreadPoolExecutor(1, thread_name_prefix="room for adapters")
         self._is_new = self._is_unseen = True
         self._pack_s = 0.0
+        self._checked: dict[str | None, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {}
 
     def _iterate(self) -> Iterator[Bucket]:
         """The model under the adapters."""
@@ -151,7 +152,7 @@ class AdapterUpdater(WeightUpdater):
         self._adapters = []
         for policy in (None,) if self.policies is None else self.policies():
             args = self.args if policy is None else policy.of(self.args)
-            tensors, name = adapter_tensors(args, self.model), None if policy is None else policy.name
+            tensors, name = adapter_tensors(self.model), None if policy is None else policy.name
             asks = self._tries and self.of_trainer and not (args.offload_rollout or args.use_rollout_routing_replay)
             answers = self.of_trainer(PROBE_TOKENS) if self.of_trainer and asks else None
             ready = partial(self._make_ready, tensors, args, name, answers)
@@ -166,12 +167,7 @@ class AdapterUpdater(WeightUpdater):
     def _make_ready(self, tensors: dict[str, torch.Tensor], args: Args, policy: str | None, answers: Any) -> None:
         """Check the adapter, and copy it to the host, and to a file where engines read one."""
         begin = time.monotonic()
-        shapes, plan = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, needed(LoraPlan.of(args))
-        config = peft_config(args) | {"lora_alpha": plan.scale * plan.rank}
-        try:
-            check_adapter(shapes, config, base=self._base, max_rank=self._max_rank)
-        except ValueError as error:
-            raise WeightSyncError(f"weight sync {self.weight_version}: {error}", is_final=True) from None
+        config = self._config_of(tensors, args, policy)
         if policy is not None:  # the model holds another's soon
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         checked = time.monotonic()
@@ -186,6 +182,21 @@ class AdapterUpdater(WeightUpdater):
         )
         if self._readers:
             self._write(self._adapters[-1])
+
+    def _config_of(self, tensors: dict[str, torch.Tensor], args: Args, policy: str | None) -> dict[str, Any]:
+        """The adapter's configuration; what has the shapes of the last version has been checked with it."""
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        config, checked = self._checked.get(policy, ({}, {}))
+        if shapes == checked:
+            return config
+        plan = needed(LoraPlan.of(args))
+        config = peft_config(args) | {"lora_alpha": plan.scale * plan.rank}
+        try:
+            check_adapter(shapes, config, base=self._base, max_rank=self._max_rank)
+        except ValueError as error:
+            raise WeightSyncError(f"weight sync {self.weight_version}: {error}", is_final=True) from None
+        self._checked[policy] = config, shapes
+        return config
 
     def _path(self, adapter: _Adapter) -> Path:
         """The version's directory, in it one of each policy where there are several."""
@@ -211,16 +222,11 @@ class AdapterUpdater(WeightUpdater):
     def _attempt(self) -> WeightSyncError | None:
         if not self.is_source:
             return None
-        version = str(self.weight_version)
         try:
             for adapter in self._adapters:
                 self._load(adapter)
             if self._is_new:
                 self.checks.compare(self.fleet, self.weight_version)
-            else:
-                naming = self.fleet.start("set_weight_version", version)
-                found = self.fleet.wait(naming, "setting the weight version")
-                check_versions(self.fleet, dict(zip(naming, found, strict=True)), version)
         except WeightSyncError as error:
             return error
         return None
@@ -232,7 +238,7 @@ class AdapterUpdater(WeightUpdater):
                 adapter.shared = in_shared_memory(adapter.tensors)
 
     def _load(self, adapter: _Adapter) -> None:
-        """Have every engine load an adapter, and wait for all."""
+        """Have every engine load an adapter, and wait for all; their answers name the version that they serve."""
         name, calls = adapter_name(self.weight_version, adapter.policy), {}
         local = [number for number in self.fleet.engines if number not in self._readers]
         kept = None
@@ -243,7 +249,8 @@ class AdapterUpdater(WeightUpdater):
         if self._readers:
             path = str(self._path(adapter))
             calls |= self.fleet.some(self._readers).start("load_adapter", name, path=path)
-        self.fleet.wait(calls, f"the load of adapter {name}")
+        found = self.fleet.wait(calls, f"the load of adapter {name}")
+        check_versions(self.fleet, dict(zip(calls, found, strict=True)), str(self.weight_version))
         del kept
 
     def _release(self) -> None:
