@@ -171,10 +171,26 @@ LAYOUTS = {
     "DP 2": ("--overlap-grad-reduce --overlap-param-gather", 2, {"max_tokens_per_gpu": 24}),
 }
 
+FULL = "--recompute-granularity full --recompute-method"
+PRODUCTS = {
+    "PP 2, TP 2, sequence parallel, block": (
+        f"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel {FULL} block "
+        "--recompute-num-layers 1",
+        1,
+        {"max_tokens_per_gpu": 40},
+    ),
+    "CP 2, PP 2, uniform": (
+        f"--context-parallel-size 2 --pipeline-model-parallel-size 2 {FULL} uniform --recompute-num-layers 1",
+        1,
+        {"max_tokens_per_gpu": 40},
+    ),
+}
+"""Several at once: four processes each."""
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in PRODUCTS)])
 def test_adapters_are_trained_as_peft_trains_them(hf_path: Path, tmp_path: Path, reference: Any, layout: str):
-    flags, dp_size, changes = LAYOUTS[layout]
+    flags, dp_size, changes = (LAYOUTS | PRODUCTS)[layout]
     start, log, after = reference(changes.get("lora_target_modules"))
     args = lora_args(hf_path, flags, dp_size=dp_size, **changes)
     train(args, check_steps, start, log, after, tmp_path / "out", num_rollouts=STEPS, dp_size=dp_size)
@@ -203,10 +219,13 @@ EXPERTS = {
         1,
         {},
     ),
+    "EP 2 with CP 2": (f"{EP_2} --context-parallel-size 2", 1, {"max_tokens_per_gpu": 40}),
+    "EP 2 with PP 2": (f"{EP_2} --pipeline-model-parallel-size 2", 2, {}),
 }
+OF_PRODUCTS = ("EP 2 with CP 2", "EP 2 with PP 2")
 
 
-@pytest.mark.parametrize("layout", EXPERTS)
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.slow] * (n in OF_PRODUCTS)) for n in EXPERTS])
 def test_adapters_of_experts_are_trained_as_peft_trains_them(tmp_path: Path, layout: str):
     flags, dp_size, changes = EXPERTS[layout]
     make_hf_model(tmp_path / "hf", "qwen3_moe")
