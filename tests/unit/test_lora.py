@@ -108,6 +108,15 @@ def test_what_adapters_do_not_go_with_is_refused(check: Check, flags: str, tmp_p
     assert any(REFUSED[flags] in problem for problem in check(flags).problems.all()), check(flags).problems.all()
 
 
+@pytest.mark.parametrize("serve", ["adapter", "merged"])
+def test_a_quantised_base_is_refused(check: Check, tmp_path: Path, serve: str) -> None:
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    problems = check(f"--lora-rank 8 --lora-serve {serve}").problems.all()
+    assert any("hf is quantised: engines that serve adapters of --lora-rank 8" in text for text in problems), problems
+
+
 def saved(root: Path, **adapters: Any) -> None:
     (root / "iter_0000003").mkdir(parents=True)
     (root / TRACKER_FILE).write_text("3")
