@@ -71,8 +71,6 @@ def nothing_recorded(asked: range, done: range) -> str | None:
     )
 
 
-logger = logging.getLogger(__name__)
-
 MAX_ENTRIES = 1_000_000  # events that torch keeps; older ones are dropped
 
 

@@ -129,7 +129,7 @@ class SwiGLU(torch.autograd.Function):
         y = y.contiguous()
         ctx.save_for_backward(y)
         out = y.new_empty(y.shape[0], y.shape[1] // 2)
-        _start_forward(_grid(out), (*y.chunk(2, 1), out), (), (y.shape[1], out.shape[1], BLOCK))
+        _start_swiglu_forward(_grid(out), (*y.chunk(2, 1), out), (), (y.shape[1], out.shape[1], BLOCK))
         return out
 
     @staticmethod
@@ -138,7 +138,7 @@ class SwiGLU(torch.autograd.Function):
         (y,) = ctx.saved_tensors
         of_y = torch.empty_like(y)
         tensors = (grad.contiguous(), *y.chunk(2, 1), *of_y.chunk(2, 1))
-        _start_backward(_grid(grad), tensors, (), (y.shape[1], grad.shape[1], BLOCK))
+        _start_swiglu_backward(_grid(grad), tensors, (), (y.shape[1], grad.shape[1], BLOCK))
         return of_y
 
 
@@ -155,7 +155,7 @@ class _SiluProduct(torch.autograd.Function):
         gate, linear = gate.contiguous(), linear.contiguous()
         ctx.save_for_backward(gate, linear)
         out = torch.empty_like(gate)
-        _start_forward(_grid(out), (gate, linear, out), (), (out.shape[1], out.shape[1], BLOCK))
+        _start_swiglu_forward(_grid(out), (gate, linear, out), (), (out.shape[1], out.shape[1], BLOCK))
         return out
 
     @staticmethod
@@ -164,7 +164,7 @@ class _SiluProduct(torch.autograd.Function):
         gate, linear = ctx.saved_tensors
         of_gate, of_linear = torch.empty_like(gate), torch.empty_like(linear)
         tensors = (grad.contiguous(), gate, linear, of_gate, of_linear)
-        _start_backward(_grid(grad), tensors, (), (grad.shape[1], grad.shape[1], BLOCK))
+        _start_swiglu_backward(_grid(grad), tensors, (), (grad.shape[1], grad.shape[1], BLOCK))
         return of_gate, of_linear
 
 
@@ -200,7 +200,7 @@ def _swiglu_backward(  # type: ignore[no-untyped-def]
     tl.store(of_linear + place, (of_out * g * s).to(of_linear.dtype.element_ty), mask=here)
 
 
-_start_forward, _start_backward = Launcher(_swiglu_forward), Launcher(_swiglu_backward)
+_start_swiglu_forward, _start_swiglu_backward = Launcher(_swiglu_forward), Launcher(_swiglu_backward)
 
 
 ELEMENTS = 4096
@@ -233,7 +233,7 @@ class _RMSNorm(torch.autograd.Function):
         sizes, num_warps = _row_sizes(out.shape[-1])
         grid = (-(len(scales) // -sizes[-1]), 1, 1)
         constants = (*_strides(rows), *sizes, is_zero_centered)
-        _start_forward(grid, (rows, weight, out, scales), (len(scales), eps), constants, num_warps)
+        _start_norm_forward(grid, (rows, weight, out, scales), (len(scales), eps), constants, num_warps)
         ctx.save_for_backward(rows, weight, scales)
         ctx.constants = constants
         return out
@@ -250,7 +250,7 @@ class _RMSNorm(torch.autograd.Function):
         of_weight = scales.new_empty(num_programs, rows.shape[-1])
         tensors = (grad, rows, weight, scales, of_x, of_weight)
         numbers = (len(scales), -(num_tiles // -num_programs))
-        _start_backward((num_programs, 1, 1), tensors, numbers, ctx.constants, num_warps)
+        _start_norm_backward((num_programs, 1, 1), tensors, numbers, ctx.constants, num_warps)
         return of_x, of_weight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None
 
 
@@ -329,4 +329,4 @@ def _rms_norm_backward(  # type: ignore[no-untyped-def]
     tl.store(of_weight + program * DIM + column, tl.sum(total, 0), mask=is_column)
 
 
-_start_forward, _start_backward = Launcher(_rms_norm_forward), Launcher(_rms_norm_backward)
+_start_norm_forward, _start_norm_backward = Launcher(_rms_norm_forward), Launcher(_rms_norm_backward)
