@@ -172,7 +172,9 @@ class Uploads:
 
     def __init__(self, args: Args) -> None:
         self._args = args
-        self._urls = {name: url for name, url in args.remote_urls.items() if name in WRITTEN}
+        urls = vars(args).get("remote_urls", {})  # args that were not parsed have none
+        self._urls = {name: url for name, url in urls.items() if name in WRITTEN}
+        self._repo: str | None = vars(args).get("push_to_hub")
         self._thread: threading.Thread | None = None
         self._error: Any = None
         self._sent: dict[str, tuple[int, int]] | None = None  # file of --save -> size and time when it was sent
@@ -188,7 +190,7 @@ class Uploads:
             _, error = attempt(_try_to_write, url.partition("{")[0].rstrip("/"))
             if error is not None:
                 raise UsageError(_sentence(name, url, error))
-        if repo := self._args.push_to_hub:
+        if repo := self._repo:
             _, error = attempt(_make_repository, repo)
             if error is not None:
                 raise UsageError(_sentence("push_to_hub", repo, error))
@@ -212,8 +214,8 @@ class Uploads:
         path = str(self._args.save_hf).format(rollout_id=rollout_id)
         if export and "save_hf" in self._urls:
             jobs.append(partial(send_directory, path, self._urls["save_hf"].format(rollout_id=rollout_id)))
-        if export and self._args.push_to_hub:
-            jobs.append(partial(push_to_hub, path, str(self._args.push_to_hub), rollout_id))
+        if export and self._repo:
+            jobs.append(partial(push_to_hub, path, self._repo, rollout_id))
         if jobs:
             self._join()
             self._thread = threading.Thread(target=self._work, args=(jobs,), name="uploads", daemon=True)

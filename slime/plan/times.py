@@ -385,15 +385,17 @@ def outputs(args: Args, shape: ModelShape | None, fmt: WeightFormat | None = Non
     )
     if args.keep_checkpoints:
         when += f"; the newest {args.keep_checkpoints} are kept"
+    urls = vars(args).get("remote_urls", {})  # what is sent there is not shown by its local place
+    save, save_hf = urls.get("save", args.save), urls.get("save_hf", args.save_hf)
     often, sync = "every rollout", transport_of(args.update_weight_transport, args.update_weight_mode)
     found = [
         Output("metrics", f"{args.output_dir}/metrics.jsonl", None, often),
         Output("logs", f"{args.output_dir}/logs/", None, "as they come"),
         Output("answers", args.log_eval_samples and f"{args.output_dir}/eval_samples.jsonl", None, "every evaluation"),
         Output("samples", _records(args), None, f"every rollout; kept: {args.keep_rollouts}"),
-        Output("checkpoint", args.save and f"{args.save}/iter_<rollout id>/", saved, when),
-        Output("data position", args.save and f"{args.save}/rollout/", None, when),
-        Output("HF export", args.save_hf, export, when),
+        Output("checkpoint", save and f"{save}/iter_<rollout id>/", saved, when),
+        Output("data position", save and f"{save}/rollout/", None, when),
+        Output("HF export", save_hf, export, when),
         Output("rollout dump", args.save_debug_rollout_data, None, often),
         Output("trainer's inputs", args.save_debug_train_data, None, often),
         Output("dumps of both", args.dump_details, None, often),
