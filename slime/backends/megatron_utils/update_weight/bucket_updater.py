@@ -4,14 +4,57 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.update_weight.base import WeightUpdater
 from slime.backends.megatron_utils.update_weight.buckets import BucketStream, Posted, Timeline, Transport
 from slime.backends.megatron_utils.update_weight.engines import WeightSyncError
 from slime.config.args import Args
+from slime.utils.distributed_utils import gathered, get_gloo_group
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """Where a rank is among those that send.
+
+    Attributes:
+        stage: of the pipeline.
+        num_stages: of all.
+        is_first_of_stage: it sends what the stage has.
+        sender_before: rank that sends before it, in the next lower stage; None where there is no such stage, and on
+            ranks that do not send.
+        sender_after: likewise, in the next higher one.
+    """
+
+    stage: int = 0
+    num_stages: int = 1
+    is_first_of_stage: bool = True
+    sender_before: int | None = None
+    sender_after: int | None = None
+
+
+def stage_place() -> StagePlace:
+    """This rank's, by Megatron's groups; of a process without other ranks, the only one."""
+    if not dist.is_initialized() or not parallel_state.model_parallel_is_initialized():
+        return StagePlace()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    if copy or parallel_state.get_tensor_model_parallel_rank():
+        return StagePlace(stage, len(ranks), is_first_of_stage=False)
+    return StagePlace(
+        stage,
+        len(ranks),
+        sender_before=ranks[stage - 1] if stage > 0 else None,
+        sender_after=ranks[stage + 1] if stage + 1 < len(ranks) else None,
+    )
 
 
 class BucketUpdater(WeightUpdater):
@@ -23,11 +66,13 @@ class BucketUpdater(WeightUpdater):
 
     Attributes:
         transports: that are open, together to all engines.
+        place: of this rank among those that send; by default the source sends alone.
     """
 
     def __init__(self, args: Args, model: list[Any]) -> None:
         super().__init__(args, model)
         self.transports: list[Transport] = []
+        self.place = StagePlace()
 
     @abstractmethod
     def open(self, engine_sizes: list[int]) -> list[Transport]:
@@ -57,7 +102,8 @@ class BucketUpdater(WeightUpdater):
         shares_memory = any(transport.shares_memory for transport in self.transports)
         stream, times = None, Timeline()
         if self.is_sender:
-            stream = BucketStream(self.fleet, self._post, version=self._part_version(), num_slots=slots)
+            part = f".{self.place.stage}" if self.place.num_stages > 1 else ""
+            stream = BucketStream(self.fleet, self._post, version=f"{self.weight_version}{part}", num_slots=slots)
         for number, bucket in enumerate(times.making("tensors", self._buckets())):
             slot = number % slots
             if stream is not None:
@@ -84,20 +130,29 @@ class BucketUpdater(WeightUpdater):
             self._tell(times, stream)
         return error
 
-    # ---- what is otherwise where several ranks send
+    # ---- several ranks that send, one after the other
 
-    def _part_version(self) -> str:
-        """What the versions of this sender's buckets begin with."""
-        return str(self.weight_version)
-
-    def _await_turn(self, times: Timeline) -> None:  # noqa: B027 - one sender waits for nobody
+    def _await_turn(self, times: Timeline) -> None:
         """Wait until this sender may hand over."""
+        if self.place.sender_before is not None:
+            with times.stage("waiting for other stages"):
+                dist.recv(torch.zeros(1), src=self.place.sender_before, group=get_gloo_group())
 
-    def _end_turn(self) -> None:  # noqa: B027
+    def _end_turn(self) -> None:
         """Let the next one do so."""
+        if self.place.sender_after is not None:
+            dist.send(torch.zeros(1), dst=self.place.sender_after, group=get_gloo_group())
 
     def _of_all_senders(self, error: WeightSyncError | None) -> WeightSyncError | None:
         """On the source rank the first error of a sender; what they sent is noted there (collective)."""
+        if self.place.num_stages == 1:
+            return error
+        parts = gathered((error, self.checks.sent.on_host()) if self.is_sender else None)
+        if not self.is_source:
+            return None
+        for failed, sent in filter(None, parts[1:]):
+            error = error or failed
+            self.checks.sent.add(sent)
         return error
 
     def _tell(self, times: Timeline, stream: BucketStream) -> None:

@@ -26,29 +26,25 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
-from slime.backends.megatron_utils.update_weight.bucket_updater import BucketUpdater
+from slime.backends.megatron_utils.update_weight.bucket_updater import BucketUpdater, stage_place
 from slime.backends.megatron_utils.update_weight.buckets import (
     Bucket,
     BucketBuffers,
     FlatBucket,
     Posted,
-    Timeline,
     Transport,
 )
 from slime.backends.megatron_utils.update_weight.engines import (
     Calls,
     EngineFleet,
     NoLinkError,
-    WeightSyncError,
     gave_no_answer,
     name_of,
     one_line,
@@ -61,7 +57,7 @@ from slime.processes.wait import settle
 from slime.utils import accelerator
 from slime.utils.accelerator import process_group_backend
 from slime.utils.accelerator.memory_saver import outside_saver
-from slime.utils.distributed_utils import gathered, get_gloo_group, init_process_group, store_at
+from slime.utils.distributed_utils import init_process_group, store_at
 from slime.utils.misc import get_current_node_ip, listen_anywhere
 
 GROUP_NAME = "slime-pp_"
@@ -217,18 +213,18 @@ class DistributedWeightUpdater(BucketUpdater):
 
     def __init__(self, args: Args, model: list[Any]) -> None:
         super().__init__(args, model)
-        self._place = stage_place()
+        self.place = stage_place()
 
     @property
     def is_sender(self) -> bool:
         """Whether this rank is the first of its stage."""
-        return self._place.is_first_of_stage
+        return self.place.is_first_of_stage
 
     def open(self, engine_sizes: list[int]) -> list[Transport]:
         """Form the process groups with the engines, one after the other: an engine joins one at a time."""
         found: list[Transport] = []
-        for stage in range(self._place.num_stages):
-            if stage == self._place.stage:
+        for stage in range(self.place.num_stages):
+            if stage == self.place.stage:
                 found.append(together(lambda: self._transport(engine_sizes)))
             else:
                 together(lambda: None)
@@ -238,78 +234,17 @@ class DistributedWeightUpdater(BucketUpdater):
         return CollectiveTransport(
             self.fleet if self.is_sender else None,
             engine_sizes,
-            group_name=f"{GROUP_NAME}{self._place.stage}",
+            group_name=f"{GROUP_NAME}{self.place.stage}",
             deadline_s=self.deadline_s,
             buffer_size=self.args.update_weight_buffer_size,
             keeps_buffers=not self.args.offload_train,
         )
 
     def _iterate(self) -> Iterator[Bucket]:
-        if self._place.num_stages == 1:
+        if self.place.num_stages == 1:
             return super()._iterate()
         size = self.args.update_weight_buffer_size
         return iter_hf_buckets(self.args, self.model, buffer_size=size, only_own_stage=True)
-
-    def _part_version(self) -> str:
-        part = f".{self._place.stage}" if self._place.num_stages > 1 else ""
-        return f"{self.weight_version}{part}"
-
-    def _await_turn(self, times: Timeline) -> None:
-        if self._place.sender_before is not None:
-            with times.stage("waiting for other stages"):
-                dist.recv(torch.zeros(1), src=self._place.sender_before, group=get_gloo_group())
-
-    def _end_turn(self) -> None:
-        if self._place.sender_after is not None:
-            dist.send(torch.zeros(1), dst=self._place.sender_after, group=get_gloo_group())
-
-    def _of_all_senders(self, error: WeightSyncError | None) -> WeightSyncError | None:
-        if self._place.num_stages == 1:
-            return error
-        parts = gathered((error, self.checks.sent.on_host()) if self.is_sender else None)
-        if not self.is_source:
-            return None
-        for failed, sent in filter(None, parts[1:]):
-            error = error or failed
-            self.checks.sent.add(sent)
-        return error
-
-
-@dataclass(frozen=True)
-class StagePlace:
-    """Where a rank is among those that send.
-
-    Attributes:
-        stage: of the pipeline.
-        num_stages: of all.
-        is_first_of_stage: it sends what the stage has.
-        sender_before: rank that sends before it, in the next lower stage; None where there is no such stage, and on
-            ranks that do not send.
-        sender_after: likewise, in the next higher one.
-    """
-
-    stage: int = 0
-    num_stages: int = 1
-    is_first_of_stage: bool = True
-    sender_before: int | None = None
-    sender_after: int | None = None
-
-
-def stage_place() -> StagePlace:
-    """This rank's, by Megatron's groups; of a process without other ranks, the only one."""
-    if not dist.is_initialized() or not parallel_state.model_parallel_is_initialized():
-        return StagePlace()
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    if copy or parallel_state.get_tensor_model_parallel_rank():
-        return StagePlace(stage, len(ranks), is_first_of_stage=False)
-    return StagePlace(
-        stage,
-        len(ranks),
-        sender_before=ranks[stage - 1] if stage > 0 else None,
-        sender_after=ranks[stage + 1] if stage + 1 < len(ranks) else None,
-    )
 
 
 class CollectiveTransport(Transport):
