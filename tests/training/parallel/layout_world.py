@@ -126,10 +126,13 @@ def forbid_waits_between_stages() -> None:
     """On a GPU the host would not be ahead of it: where stages ask each other for shapes, or wait after a message."""
     from megatron.core.pipeline_parallel import p2p_communication
 
+    from slime.backends.megatron_utils.megatron_patch.known_shapes import send_known_shapes
+
     def refuse(*_: Any) -> None:
         raise AssertionError("the host waits for the GPU between pipeline stages")
 
-    p2p_communication.P2PCommunicator._slime_communicate_shapes = refuse
+    p2p_communication.P2PCommunicator._communicate_shapes = refuse
+    send_known_shapes()  # over that: stages that know the shapes do not ask
     synchronize = torch.cuda.synchronize
     torch.cuda.synchronize = lambda *device: (
         refuse() if sys._getframe(1).f_globals is vars(p2p_communication) else synchronize(*device)
