@@ -40,6 +40,7 @@ MODELS = {
     "--vision-layers 6 --vision-hidden-size 512 --vocab-multiple 4096",
 }
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+IMAGES = '--max-tokens-per-gpu 712 --multimodal-keys {{"image":"images"}}'  # two samples, each with its image
 CASES = {
     "512 tokens": "--max-tokens-per-gpu 512",
     "1024 tokens": "--max-tokens-per-gpu 1024",
@@ -54,11 +55,9 @@ CASES = {
     "1024 tokens, FSDP2, deferred logits": "--max-tokens-per-gpu 1024 --train-backend fsdp "
     "--recompute-loss-function --log-probs-chunk-size 128",
     "experts, 1024 tokens": "--max-tokens-per-gpu 1024 --moe-token-dispatcher-type alltoall",
-    "images, 1024 tokens": '--max-tokens-per-gpu 1024 --multimodal-keys {{"image":"images"}}',
-    "images, FSDP2, a frozen tower": '--max-tokens-per-gpu 1024 --multimodal-keys {{"image":"images"}} '
-    "--train-backend fsdp --freeze-vision-tower",
-    "images, FSDP2, full recompute": '--max-tokens-per-gpu 1024 --multimodal-keys {{"image":"images"}} '
-    "--train-backend fsdp --recompute-granularity full",
+    "images, 712 tokens": IMAGES,
+    "images, FSDP2, a frozen tower": f"{IMAGES} --train-backend fsdp --freeze-vision-tower",
+    "images, FSDP2, full recompute": f"{IMAGES} --train-backend fsdp --recompute-granularity full",
     "latent, 1024 tokens": "--max-tokens-per-gpu 1024 --moe-token-dispatcher-type alltoall",
 }
 """Name -> flags; a name that begins with that of a model is that model's, others the first's."""

@@ -173,6 +173,10 @@ def _scaled_image(part: dict[str, Any], processor: Any, options: ImageOptions) -
     upright = _rgb(image)
     if upright.size != image.size:  # it lay on its side
         size = size[::-1]
+    count = getattr(processor, "_get_num_multimodal_tokens", None)
+    _, error = attempt(count, image_sizes=[size[::-1]]) if count else (None, None)
+    if error is not None:  # here, where the row is known
+        raise UsageError(f"the processor takes no image of {size[0]} x {size[1]} pixels: {error}")
     return upright if size == upright.size else upright.resize(size)
 
 
@@ -240,7 +244,8 @@ def _open(value: Any, *, allow_urls: bool) -> Any:
     try:
         image = Image.open(_image_source(value, shown, allow_urls))
     except (*_UNREADABLE, Image.DecompressionBombError) as error:
-        raise UsageError(f"an image could not be read from {shown}: {str(error)[:200]}") from error
+        reason = str(error).partition(" <_io.")[0][:200]  # PIL names its file in memory
+        raise UsageError(f"an image could not be read from {shown}: {reason}") from error
     if image.format == "EPS":
         raise UsageError(f"{shown} is a program (EPS), which is not run; save its picture as PNG")
     if image.width * image.height > MOST_PIXELS:

@@ -47,7 +47,7 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SG
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    """Rows with one image, with two of different sizes, and with none."""
+    """Rows with one image, with two of different sizes, and with none, where the word for one stands in the text."""
     for number, color in enumerate(COLORS):
         picture = Image.new("RGB", (32 + 16 * (number % 3), 48), color)
         picture.putpixel((3, 5), (number, 200, 10))
@@ -55,7 +55,7 @@ def prompts(tmp_path: Path) -> Path:
     rows = [
         {"input": "<image>how many?", "pictures": [str(tmp_path / "0.png")]},
         {"input": "<image>or<image>?", "pictures": [str(tmp_path / "1.png"), str(tmp_path / "2.png")]},
-        {"input": "no picture", "pictures": []},
+        {"input": "no <|image_pad|> here", "pictures": []},  # a word to both
         {"input": "<image><image>!", "pictures": [str(tmp_path / "4.png"), str(tmp_path / "4.png")]},
     ]
     file = tmp_path / "rows.jsonl"

@@ -71,3 +71,11 @@ def test_samples_that_fill_no_train_step_are_refused_or_dropped_where_asked():
 def test_samples_that_share_an_execution_count_once_in_a_train_step():
     data = train_data() | {"rollout_ids": [0, 0, 1, 1, 2, 2, 3, 3]}
     assert all(share["global_batch_sizes"] == [4] for share in split(data))
+
+
+def test_the_limit_of_image_tokens_splits_micro_batches():
+    """Every image has as many tokens as the limit, so no two samples share a micro-batch."""
+    shares = split(train_data() | {"image_spans": [[[0, 50]]] * 8}, max_image_tokens_per_gpu=50)
+    assert {len(samples) for share in shares for samples in share["micro_batch_indices"]} == {1}
+    without = split(train_data() | {"image_spans": [[[0, 50]]] * 8}, max_image_tokens_per_gpu=None)
+    assert max(len(samples) for share in without for samples in share["micro_batch_indices"]) > 1

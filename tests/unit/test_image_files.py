@@ -55,3 +55,13 @@ def test_an_image_is_seen_as_people_see_it() -> None:
 def test_an_image_that_nobody_could_show_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         open_image(data)
+
+
+def test_an_image_that_the_processor_does_not_take_is_named_when_its_row_is_drawn() -> None:
+    class Narrow:
+        def _get_num_multimodal_tokens(self, image_sizes: list[tuple[int, int]]) -> None:
+            raise ValueError(f"aspect ratio of {image_sizes}")
+
+    messages = [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (5000, 3))}]}]
+    with pytest.raises(UsageError, match=r"^image 1: the processor takes no image of 5000 x 3 pixels: .*\(3, 5000\)"):
+        process_vision_info(messages, Narrow())

@@ -32,6 +32,7 @@ def references(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     ("family", "world", "layout"),
     [
         ("qwen3_vl", 1, ""),
+        ("qwen3_vl", 2, ""),
         ("qwen3_vl", 4, TP_PP),
         ("qwen3_vl", 2, "--context-parallel-size 2"),
         ("qwen2_5_vl", 2, "--tensor-model-parallel-size 2"),
