@@ -1,11 +1,11 @@
-"""A model that sees images on one GPU: GRPO of a Qwen3-VL of 2 B with random weights, trained by FSDP2.
+"""A model that sees images on one GPU: GRPO of a Qwen3-VL of 2 B with random weights, trained by FSDP2 or Megatron.
 
     python benchmarks/gpu_vlm.py [--num-gpus 2]
     python benchmarks/gpu_vlm.py --tiny
 
 Trainer and engine take turns on the GPU; every prompt has an image of 448 x 448 pixels, which is 196 tokens. The tower
-is trained, or frozen in a second run. Targets: log-probs of engine and trainer at most 0.02 apart (bf16), a checkpoint
-at the end. The step's parts are in the note.
+is trained, or frozen in a second run; Megatron trains it in a third. Targets: log-probs of engine and trainer at most
+0.02 apart (bf16), a checkpoint at the end. The step's parts are in the note.
 """
 
 from __future__ import annotations
@@ -44,14 +44,18 @@ VISION = {"depth": 24, "hidden_size": 1024, "num_heads": 16, "intermediate_size"
           "patch_size": 16, "out_hidden_size": 2048, "num_position_embeddings": 2304,
           "deepstack_visual_indexes": [5, 11, 17]}  # fmt: skip
 """The shape of Qwen3-VL-2B."""
-WAYS = {"trained tower": (), "frozen tower": ("--freeze-vision-tower",)}
+WAYS = {
+    "trained tower": FSDP.split(),
+    "frozen tower": [*FSDP.split(), "--freeze-vision-tower"],
+    "megatron": ["--train-backend", "megatron"],
+}
 TOWER_ON_CUDA = ("--sglang-mm-attention-backend", "triton_attn")
 """SGLang's own choice on Hopper is FlashAttention 3, whose kernels a machine may lack."""
 
 
 def main() -> None:
     parser = make_parser(__doc__, "gpu_vlm")
-    parser.add_argument("--way", action="append", choices=list(WAYS), help="default: both")
+    parser.add_argument("--way", action="append", choices=list(WAYS), help="default: all")
     parser.add_argument("--num-gpus", type=int, default=1, help="ranks of the trainer, each with an engine")
     options = parse_options(parser)
     rows = [row for way in options.way or WAYS for row in measured_run(way, options)]
@@ -67,7 +71,7 @@ def measured_run(way: str, options: Namespace) -> list[Row]:
     name = f"vlm-{shape}-{way.split()[0]}" + f"-{options.num_gpus}" * (options.num_gpus > 1)
     save = options.output / "runs" / name / "checkpoints"
     more = [
-        *colocated(options, tokens=16384, engine_share=0.4), *FSDP.split(), *WAYS[way],
+        *colocated(options, tokens=16384, engine_share=0.4), *WAYS[way],
         "--actor-num-gpus-per-node", options.num_gpus, "--rollout-num-gpus-per-engine", 1,
         *(TOWER_ON_CUDA if options.accelerator == "cuda" else ()),
         "--prompt-data", data, "--apply-chat-template", "--multimodal-keys", '{"image": "images"}',
