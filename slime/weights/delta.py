@@ -22,7 +22,8 @@ Example:
 from __future__ import annotations
 
 import zlib
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,43 +36,107 @@ ENCODINGS = ("xor", "overwrite")
 CHECKSUMS = ("xxh3-128", "blake3", "adler32")
 COMPRESSION = "zstd"
 _LEVEL = 1
+MAX_LISTED = (8, 2**20)
+"""One element in so many, and of a small tensor as many as this: a list of more is not worth its room."""
 _FRAME = 2**21
+_GPU_PIECE = 2**25
+"""Bytes: long enough for the link to the host, short enough to need little memory beside the weights."""
 _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_TORCH_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def parts_of(size: int, encoding: str) -> list[slice]:
-    """The pieces of a tensor of `size` bytes whose deltas, one after the other, are the delta of the whole."""
-    step = _FRAME if encoding == "xor" else size
-    return [slice(start, min(size, start + step)) for start in range(0, size, max(1, step))] or [slice(0, 0)]
+def parts_of(size: int, device: torch.device) -> list[slice]:
+    """The pieces in which a tensor of `size` bytes, which lies on a device, is compared (multiples of a frame)."""
+    step = _FRAME if device.type == "cpu" else _GPU_PIECE
+    return [slice(start, min(size, start + step)) for start in range(0, size, step)] or [slice(0, 0)]
+
+
+class Part(NamedTuple):
+    """What differs in one of `parts_of`.
+
+    Attributes:
+        changed: elements.
+        positions: of encoding overwrite, u4 of each, counted from the first element of the tensor.
+        data: of xor compressed frames, of overwrite the new values.
+    """
+
+    changed: int
+    positions: bytes
+    data: bytes
+
+
+def encode_part(old: torch.Tensor, new: torch.Tensor, start: int, *, itemsize: int, encoding: str) -> Part:
+    """Find what differs, where `new` lies: of a GPU only that comes to the host.
+
+    Args:
+        old: uint8 [n], in host memory. new: likewise, anywhere.
+        start: of this part in the tensor, in bytes.
+        itemsize: bytes of an element.
+        encoding: of `ENCODINGS`.
+
+    Raises:
+        ValueError: more elements than four bytes can count ("overwrite"), or an unknown encoding.
+    """
+    if encoding not in ENCODINGS:
+        raise ValueError(f"{encoding!r} is no encoding of a delta; known are {', '.join(ENCODINGS)}")
+    first = start // itemsize
+    if encoding == "overwrite" and first + new.numel() // itemsize > np.iinfo(np.uint32).max:
+        raise ValueError("a tensor has too many elements for encoding overwrite; use xor")
+    if new.device.type == "cpu":
+        before, after = _elements(old.numpy(), itemsize), _elements(new.numpy(), itemsize)
+        if encoding == "xor":  # of one frame, in which it is found while it is compressed
+            xor = np.bitwise_xor(before, after)
+            return Part(int(np.count_nonzero(xor)), b"", _codec().compress(xor, asbytes=True))
+        where = np.flatnonzero(before != after)
+        return Part(where.size, (where + first).astype("<u4").tobytes(), after[where].tobytes())
+    where, xor, values = _differences(old, new, itemsize)
+    if encoding == "overwrite":
+        return Part(where.size, (where + first).astype("<u4").tobytes(), values.tobytes())
+    return Part(where.size, b"", _frames(where, xor, new.numel() // itemsize))
+
+
+def _differences(old: torch.Tensor, new: torch.Tensor, itemsize: int) -> tuple[Any, Any, Any]:
+    """Where elements differ from those on a GPU, old ^ new of these, and what they are there; in host memory."""
+    unit = _TORCH_UNITS[itemsize]
+    before, after = old.to(new.device, non_blocking=True).view(unit), new.view(unit)
+    where = torch.nonzero(before != after).view(-1)
+    values = torch.stack([before[where] ^ after[where], after[where]]).cpu().numpy().view(_UNITS[itemsize])
+    return where.cpu().numpy(), values[0], values[1]
+
+
+def _frames(where: npt.NDArray[Any], xor: npt.NDArray[Any], size: int) -> bytes:
+    """The compressed frames of a part of `size` elements, of which some differ."""
+    step, frames = _FRAME // xor.itemsize, []
+    for start in range(0, size, step):
+        low, high = np.searchsorted(where, [start, start + step])
+        frame = np.zeros(min(step, size - start), xor.dtype)
+        frame[where[low:high] - start] = xor[low:high]
+        frames.append(_codec().compress(frame, asbytes=True))
+    return b"".join(frames)
+
+
+def join(parts: Sequence[Part], encoding: str) -> bytes:
+    """The delta of a tensor, from those of its parts in order."""
+    data = b"".join(part.data for part in parts)
+    if encoding == "xor":
+        return data
+    count = np.array([sum(part.changed for part in parts)], dtype="<u4").tobytes()
+    found: bytes = _codec().compress(count + b"".join(part.positions for part in parts) + data, asbytes=True)
+    return found
 
 
 def encode(old: Bytes, new: Bytes, *, itemsize: int, encoding: str) -> tuple[bytes, int]:
     """(the delta from `old` to `new`, which are of one size; how many elements of `itemsize` bytes differ).
 
     Raises:
-        ValueError: more elements than four bytes can count ("overwrite"), or an unknown encoding.
+        ValueError: as of `encode_part`.
     """
+    before, after = torch.from_numpy(old), torch.from_numpy(new)
     parts = [
-        encode_part(old[part], new[part], itemsize=itemsize, encoding=encoding)
-        for part in parts_of(new.size, encoding)
+        encode_part(before[part], after[part], part.start, itemsize=itemsize, encoding=encoding)
+        for part in parts_of(new.size, after.device)
     ]
-    return b"".join(delta for delta, _ in parts), sum(changed for _, changed in parts)
-
-
-def encode_part(old: Bytes, new: Bytes, *, itemsize: int, encoding: str) -> tuple[bytes, int]:
-    """`encode` of one of `parts_of`."""
-    before, after = _elements(old, itemsize), _elements(new, itemsize)
-    if encoding == "xor":
-        changes = np.bitwise_xor(before, after)
-        return _codec().compress(changes, asbytes=True), int(np.count_nonzero(changes))
-    if encoding != "overwrite":
-        raise ValueError(f"{encoding!r} is no encoding of a delta; known are {', '.join(ENCODINGS)}")
-    if after.size > np.iinfo(np.uint32).max:
-        raise ValueError(f"a tensor of {after.size} elements has too many for encoding overwrite; use xor")
-    positions = np.flatnonzero(before != after).astype("<u4")
-    head = np.array([positions.size], dtype="<u4")
-    raw = head.tobytes() + positions.tobytes() + after[positions].tobytes()
-    return _codec().compress(raw, asbytes=True), positions.size
+    return join(parts, encoding), sum(part.changed for part in parts)
 
 
 def decode(old: Bytes, delta: bytes, *, itemsize: int, encoding: str) -> Bytes:
@@ -90,6 +155,10 @@ def decode(old: Bytes, delta: bytes, *, itemsize: int, encoding: str) -> Bytes:
 class Changes:
     """A delta that is applied to a tensor piece by piece, so that a large one needs no second copy in memory.
 
+    Attributes:
+        found: (positions u4 [k], new values [k]) of each piece so far; None where more elements changed than a list
+            of them is good for.
+
     Args:
         delta: of `encode`.
         size: bytes of the tensor.
@@ -105,6 +174,8 @@ class Changes:
         self._itemsize = itemsize
         self._stream = _Decompressed(delta)
         self._positions = self._values = None
+        self._room = max(size // itemsize // MAX_LISTED[0], MAX_LISTED[1])
+        self.found: list[tuple[npt.NDArray[np.uint32], npt.NDArray[Any]]] | None = []
         if encoding == "overwrite":
             self._positions, self._values = self._overwritten()
 
@@ -120,15 +191,27 @@ class Changes:
 
     def apply(self, start: int, part: Bytes) -> None:
         """Change the bytes from `start` on in place; the parts come in order, each of whole elements."""
+        first = start // self._itemsize
         if self._positions is None or self._values is None:
             found = np.frombuffer(self._stream.read(part.size), np.uint8)
             if found.size != part.size:
                 raise ValueError(f"it is of {start + found.size} bytes, for a tensor of {self._size}")
             np.bitwise_xor(part, found, out=part)
+            if self.found is not None:
+                where = np.flatnonzero(_elements(found, self._itemsize))
+                self._list((where + first).astype("<u4"), _elements(part, self._itemsize)[where])
             return
-        first = start // self._itemsize
         low, high = np.searchsorted(self._positions, [first, first + part.size // self._itemsize])
-        _elements(part, self._itemsize)[self._positions[low:high] - first] = self._values[low:high]
+        where, values = self._positions[low:high], self._values[low:high]
+        _elements(part, self._itemsize)[where - first] = values
+        self._list(where, values)
+
+    def _list(self, where: npt.NDArray[np.uint32], values: npt.NDArray[Any]) -> None:
+        self._room -= where.size
+        if self._room < 0:
+            self.found = None
+        elif self.found is not None:
+            self.found.append((where, values))
 
     def finish(self) -> None:
         """See whether the last part was the end."""
@@ -210,7 +293,12 @@ def _codec() -> Any:
     return pyarrow.Codec(COMPRESSION, compression_level=_LEVEL)
 
 
+def raw_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes, uint8 [n], where it lies; of a contiguous one no copy."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """The raw bytes of a tensor in host memory; of one that is there already, no copy."""
-    raw: Bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    """The same in host memory; of a tensor that is there already, no copy."""
+    raw: Bytes = raw_of(tensor).cpu().numpy()
     return raw

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.sglang_utils.bucket_load import Recipes
+from slime.backends.sglang_utils.bucket_load import ElementCopies, Recipes
 
 
 class Engine:
@@ -193,3 +193,52 @@ def test_a_load_that_fails_leaves_no_recipe_and_is_not_watched_again():
         engine.load(random_tensors(seed))
         assert_holds(engine, random_tensors(seed))
     assert engine.num_walks == 3
+
+
+# ---- single elements
+
+
+def known(engine: Engine, tensors: dict[str, torch.Tensor]) -> ElementCopies:
+    elements = ElementCopies()
+    elements.load(engine.model, tensors, lambda: engine.walk(tensors), "one")
+    return elements
+
+
+def test_changing_single_elements_gives_the_weights_of_a_whole_load():
+    """In two fused tensors, in one whose left half is kept, and in a padded one; in two types."""
+    engine, tensors = Engine(), random_tensors(0, up=torch.bfloat16)
+    elements = known(engine, tensors)
+    assert elements.knows(["gate", "vocab"], "one") and not elements.knows(["gate"], "two")
+    assert not elements.knows(["gate", "other"], "one")
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in tensors.items():
+        where = torch.nonzero(torch.rand(tensor.numel(), generator=generator) < 0.5).view(-1)
+        tensor.view(-1)[where] = torch.randn(where.numel(), generator=generator).to(tensor.dtype)
+        bits = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+        elements.change(name, where, tensor.view(-1)[where].view(bits))
+    assert_holds(engine, tensors)
+    assert engine.num_walks == 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        lambda engine, tensors: engine.model["down"].data.mul_(2),
+        lambda engine, tensors: engine.model["down"].data.copy_(torch.eye(2)),
+        lambda engine, tensors: engine.model["down"].data.copy_(tensors["vocab"][:2]),
+        lambda engine, tensors: engine.model["square"].data.copy_(tensors["down"].T),
+    ],
+    ids=["computes", "writes a constant", "writes twice", "turns axes"],
+)
+def test_of_a_load_that_is_more_than_copying_no_single_element_is_changed(more: Any):
+    engine, tensors = Engine(), random_tensors(0)
+    engine.model["square"] = torch.nn.Parameter(torch.zeros(4, 2), requires_grad=False)
+    engine.more = lambda tensors: more(engine, tensors)
+    assert not known(engine, tensors).knows(["gate"], "one")
+
+
+def test_parameters_that_were_moved_are_not_changed_where_they_were():
+    engine, tensors = Engine(), random_tensors(0)
+    elements = known(engine, tensors)
+    engine.model["gate_up"] = torch.nn.Parameter(engine.model["gate_up"].clone(), requires_grad=False)
+    assert not elements.knows(["gate"], "one")

@@ -71,6 +71,11 @@ ALLOWED: dict[tuple[str, str, str], str] = {
     ): "reads and writes files",
     (
         "slime/backends/megatron_utils/update_weight/from_disk.py",
+        "DeltaWriter.add",
+        "task.result",
+    ): "compares and compresses what is in memory",
+    (
+        "slime/backends/megatron_utils/update_weight/from_disk.py",
         "DeltaWriter.finish",
         "self._threads.shutdown",
     ): "reads and writes files",

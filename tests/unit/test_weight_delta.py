@@ -26,11 +26,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError
-from slime.backends.megatron_utils.update_weight.from_disk import DeltaWeightUpdater, bytes_of
+from slime.backends.megatron_utils.update_weight.from_disk import DeltaWeightUpdater
 from slime.backends.sglang_utils import disk_weights
 from slime.backends.sglang_utils.disk_weights import LocalCheckpoint
 from slime.checkpoints.paths import MANIFEST_FILE, entries_of, write_manifest
-from slime.weights.delta import CHECKSUMS, ENCODINGS, checksum, decode, encode, parts_of
+from slime.weights.delta import CHECKSUMS, ENCODINGS, bytes_of, checksum, decode, encode, parts_of
 from slime.weights.names import INDEX_FILE, files_of
 from tests.unit.test_disk_sync import NAMES, ROOT, FileEngine, World, world
 
@@ -103,8 +103,7 @@ def test_a_tensor_of_several_frames_is_one_delta(encoding: str) -> None:
     new[[0, 2**21 - 1, 2**21, 2**22 + 5]] = 1
     delta, changed = encode(old, new, itemsize=2, encoding=encoding)
     assert changed == 4 and np.array_equal(decode(old, delta, itemsize=2, encoding=encoding), new)
-    parts = parts_of(old.size, encoding)
-    assert [part.stop - part.start for part in parts] == {"xor": [2**21, 2**21, 6]}.get(encoding, [old.size])
+    assert [part.stop - part.start for part in parts_of(old.size, torch.device("cpu"))] == [2**21, 2**21, 6]
     with pytest.raises(ValueError, match="it (is of more than|changes element)"):
         decode(old[2:], delta, itemsize=2, encoding=encoding)
 
@@ -151,6 +150,38 @@ class CopyingEngine(LocalEngine):
             self.spoil.pop(0)(Path(path))
         if problem := disk_weights.bring_copy(Path(path), Path(local_dir)):
             raise RuntimeError(problem)
+
+
+class ModelEngine(CopyingEngine):
+    """With parameters, which it fuses and cuts as one of two tensor-parallel ranks does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.ParameterDict({"fused": torch.zeros(4), "whole": torch.zeros(4)}).requires_grad_(False)
+        self.known = disk_weights.Loaded(self.model)
+
+    def load_weights(self, tensors: Any) -> None:
+        given = dict(tensors)
+        self.loaded.append(set(given))
+        places = [self.model["fused"][:2], self.model["fused"][2:], self.model["whole"]]
+        parts = {NAMES[0]: slice(0, 2), NAMES[1]: slice(2, 4), NAMES[2]: slice(0, 4)}
+        for (name, part), place in zip(parts.items(), places, strict=True):
+            if name in given:
+                place.data.copy_(given[name][part])
+
+    def update_weights_from_disk(self, path: str, *, weight_version: str, local_dir: Any, timeout_s: float) -> str:
+        problem = disk_weights.load(Path(path), self.load_weights, Path(local_dir), self.known)
+        assert problem is None, problem
+        self.version = weight_version
+        return weight_version
+
+    def sample_weights(self, names: list[str]) -> list[dict[str, str]]:
+        return [{}]  # these ranks hold no tensor under its own name
+
+    def holds(self, world: World) -> bool:
+        first, second, third = (world.weights[name] for name in NAMES)
+        fused = torch.cat([first[:2], second[2:]])
+        return torch.equal(self.model["fused"], fused) and torch.equal(self.model["whole"], third)
 
 
 def delta_updater(world: World, *engines: FileEngine, **values: Any) -> DeltaWeightUpdater:
@@ -243,6 +274,38 @@ def test_trained_weights_that_change_in_place_are_compared_with_what_was_sent(wo
     kept.add_(1)
     updater.update()
     assert engine.loaded[1] == {"layer.0.weight"} and holds(engine, world)
+
+
+# ---- the elements alone
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_an_engine_that_holds_the_base_gets_only_the_elements_that_changed(world: World, encoding: str) -> None:
+    engine, late = ModelEngine(), ModelEngine()
+    updater = delta_updater(world, engine, late, update_weight_delta_encoding=encoding)
+    updater.update()
+    late.known = disk_weights.Loaded(late.model)  # as if it were a new process, which knows nothing
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        for tensor in world.weights.values():
+            tensor += torch.randn(4, generator=generator) * (torch.rand(4, generator=generator) < 0.5)
+        updater.update()
+        assert engine.holds(world) and late.holds(world)
+    assert engine.loaded == [set(NAMES)], "the first version alone is loaded whole"
+    assert late.loaded[0] == set(NAMES) and len(late.loaded) == 2, "and for who begins anew the next one, too"
+
+
+def test_where_too_many_elements_changed_whole_tensors_are_loaded(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime.weights.delta.MAX_LISTED", (2, 1))
+    engine = ModelEngine()
+    updater = delta_updater(world, engine)
+    updater.update()
+    for num_changed, loads in ((2, 1), (3, 2)):  # two of four may be listed
+        world.weights[NAMES[2]][:num_changed] += 1
+        updater.update()
+        assert engine.holds(world) and len(engine.loaded) == loads
 
 
 # ---- what a host refuses

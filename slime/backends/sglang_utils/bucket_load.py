@@ -15,19 +15,23 @@
    alone; here an engine that drafts with a model of its own gives it that bucket, too, as it does with one out of
    shared memory. A bucket of nothing is a broadcast of one byte, to see that the group works.
 
-With CUDA nothing here waits for the device: the server answers as soon as receiving and copying are queued. `install`
-changes the server that runs in this process.
+3. A version of which only elements came is written to just these (`ElementCopies`), by the copies that whole tensors
+   were loaded with from files before.
+
+With CUDA nothing of 1 and 2 waits for the device: the server answers as soon as receiving and copying are queued.
+`install` changes the server that runs in this process.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -221,6 +225,100 @@ def _copy_of(data: torch.Tensor, target: torch.Tensor, source: torch.Tensor) -> 
         return None
     start = source.storage_offset() - data.storage_offset() // item
     return _Copy(target, source.dtype, source.shape, source.stride(), start)
+
+
+class ElementCopies:
+    """Changes single elements of a model's tensors, by the copies that whole tensors were loaded with.
+
+    Attributes:
+        version: id of the weights that the model holds; None where that is not known.
+    """
+
+    def __init__(self) -> None:
+        self.version: str | None = None
+        self._copies: dict[str, list[_Copy]] = {}
+        self._sizes: dict[str, int] = {}
+        self._homes: dict[int, list[_Home]] = {}
+
+    def load(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], load: Load, version: str) -> None:
+        """Load whole tensors by `load`, which is watched.
+
+        Args:
+            model: that takes them.
+            tensors: by HF name, where `load` finds them in memory.
+            load: SGLang's own way.
+            version: what the model holds afterwards.
+        """
+        self.version = None
+        if tensors.keys() >= self._copies.keys():
+            self._copies, self._sizes, self._homes = {}, {}, {}
+        watcher = _Watcher()
+        with watcher, _noticing_threads(watcher):
+            load()
+        homes, targets = _homes(model), [target for target, _ in watcher.copies]
+        addresses = {target.untyped_storage().data_ptr() for target in targets}
+        is_known = watcher.other is None and addresses <= homes.keys() and _are_apart(targets)
+        found = _copies_by_name(tensors, watcher.copies) if is_known else None
+        if found is None:
+            self._copies = {}
+            return
+        self._copies |= found
+        self._sizes |= {name: tensor.numel() for name, tensor in tensors.items()}
+        self._homes |= {address: homes[address] for address in addresses}
+        self.version = version
+
+    def knows(self, names: Iterable[str], version: str) -> bool:
+        """Whether the model holds a version, and all of these tensors where they were loaded to."""
+        is_there = all(home.is_unchanged() for homes in self._homes.values() for home in homes)
+        return is_there and self.version == version and self._copies.keys() >= set(names)
+
+    @torch.no_grad()
+    def change(self, name: str, positions: torch.Tensor, values: torch.Tensor) -> None:
+        """Write values [k], raw bits, at positions int64 [k] of a flattened tensor; both are where the model is."""
+        for copy in self._copies[name]:
+            flat, new = copy.target.view(-1), values.view(copy.dtype).to(copy.target.dtype)
+            if flat.numel() == self._sizes[name]:  # no part of it: nothing to look up
+                flat[positions] = new
+                continue
+            inside, where = _within(copy, positions)
+            flat[where[inside]] = new[inside]
+
+
+def _within(copy: _Copy, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which positions of a tensor a copy is of, and where they are in the copy."""
+    rest = positions - copy.start
+    inside, where = rest >= 0, torch.zeros_like(rest)
+    for size, stride in _axes(copy.shape, copy.stride):
+        at = torch.div(rest, stride, rounding_mode="floor")
+        inside &= at < size
+        where = where * size + at
+        rest = rest - at * stride
+    return inside & (rest == 0), where
+
+
+def _axes(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    return [(size, stride) for size, stride in zip(shape, strides, strict=True) if size > 1]
+
+
+def _copies_by_name(
+    tensors: Mapping[str, torch.Tensor], copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> dict[str, list[_Copy]] | None:
+    """The copies of each tensor; None where one is of something else, or turns axes."""
+    found: dict[str, list[_Copy]] = {name: [] for name in tensors}
+    places = sorted((tensor.data_ptr(), name) for name, tensor in tensors.items() if tensor.numel())
+    for target, source in copies:
+        at = bisect.bisect_right(places, (source.data_ptr(), chr(0x10FFFF))) - 1
+        if at < 0:
+            return None
+        begin, name = places[at]
+        tensor, axes = tensors[name], _axes(source.shape, source.stride())
+        start = (source.data_ptr() - begin) // source.element_size()
+        is_part = start < tensor.numel() and source.dtype == tensor.dtype and target.shape == source.shape
+        is_in_order = all(stride >= size * inner for (_, stride), (size, inner) in itertools.pairwise(axes))
+        if not (is_part and is_in_order and tensor.is_contiguous()):
+            return None
+        found[name].append(_Copy(target, source.dtype, source.shape, source.stride(), start))
+    return found
 
 
 def _homes(model: torch.nn.Module) -> dict[int, list[_Home]]:

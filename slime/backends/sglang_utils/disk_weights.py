@@ -7,7 +7,9 @@ loading, which fp8 layers do not survive. Here the directory is looked at first,
 transports load them, and whatever is wrong, on any tensor-parallel rank, is the answer of all.
 
 With "slime:DIR" the host's own copy of the weights in DIR is brought to the version first, which may be a delta, and
-is loaded from: of a delta the tensors that changed, and those without which SGLang would not load them.
+is loaded from: of a delta the tensors that changed, and those without which SGLang would not load them. A model whose
+load is nothing but copies, and which holds what the delta was made from, is not loaded: the elements that changed are
+written to its tensors.
 "slime-copy:DIR" only brings the copy there, in the process that answers requests: the engine generates meanwhile, and
 a load finds it done.
 
@@ -26,11 +28,14 @@ import json
 import logging
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from slime.backends.sglang_utils.bucket_load import ElementCopies
+from slime.backends.sglang_utils.engine_client import COPY_FORMAT, LOAD_FORMAT
 from slime.checkpoints.paths import MANIFEST_FILE
 from slime.checkpoints.paths import what_is_wrong as manifest_problem
 from slime.processes.directories import make_own_directory
@@ -42,8 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOAD_FORMAT = "slime"
-COPY_FORMAT = "slime-copy"
+CHANGES_FILE = "changes.safetensors"
+"""Beside a host's copy: of the tensors of the last delta the positions that changed and their new values."""
 FLAG = "--update-weight-local-checkpoint-dir"
 MAX_THREADS = 16
 PIECE = 2**20
@@ -61,6 +66,7 @@ def install() -> None:
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     stock = WeightUpdater.update_weights_from_disk
+    of_model: weakref.WeakKeyDictionary[Any, Loaded] = weakref.WeakKeyDictionary()
 
     def update_weights_from_disk(
         self: Any, model_path: str, load_format: str, *values: Any, **keywords: Any
@@ -68,7 +74,9 @@ def install() -> None:
         name, _, local_dir = str(load_format).partition(":")
         if name != LOAD_FORMAT:
             return stock(self, model_path, load_format, *values, **keywords)
-        problem = load(Path(model_path), self.get_model().load_weights, Path(local_dir) if local_dir else None)
+        model = self.get_model()
+        loaded = of_model.setdefault(model, Loaded(weakref.proxy(model)))
+        problem = load(Path(model_path), model.load_weights, Path(local_dir) if local_dir else None, loaded)
         return problem is None, problem or "Succeeded to update model weights."
 
     rename = TokenizerManager._update_model_path_info
@@ -98,6 +106,7 @@ def load(
     directory: Path,
     load_weights: Callable[[Iterator[tuple[str, torch.Tensor]]], Any],
     local_dir: Path | None = None,
+    loaded: Loaded | None = None,
 ) -> str | None:
     """Load a version into the model, on every tensor-parallel rank at once.
 
@@ -105,6 +114,7 @@ def load(
         directory: of the version.
         load_weights: takes (HF name, full tensor).
         local_dir: where this host has its own copy of the weights, which is brought to the version first.
+        loaded: of the model; with it elements that changed are written alone where that is possible.
 
     Returns:
         what is wrong, on this rank or on another; None when every rank has loaded all of it.
@@ -118,11 +128,49 @@ def load(
     if problem is not None:
         return problem
     try:
-        load_weights(tensors_of(source, with_partners(read_index(directory)["weight_map"])))
+        index = read_index(directory)
+        if local_dir is None or loaded is None:
+            load_weights(tensors_of(source, with_partners(index["weight_map"])))
+        elif not loaded.change(local_dir / CHANGES_FILE, index):
+            loaded.load(dict(tensors_of(source, with_partners(index["weight_map"]))), load_weights, index["metadata"])
     except Exception as error:  # the answer, in place of the scheduler's end
         logger.exception("loading %s failed", directory)
         problem = f"loading {directory} failed: {type(error).__name__}: {error}"
     return agreed(problem)
+
+
+class Loaded:
+    """What a model was loaded with.
+
+    Args:
+        model: of an engine.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._elements = ElementCopies()
+
+    def load(self, tensors: dict[str, torch.Tensor], load_weights: Callable[[Any], Any], metadata: Any) -> None:
+        """Load whole tensors of a version."""
+        self._elements.load(self._model, tensors, lambda: load_weights(iter(tensors.items())), metadata["id"])
+
+    def change(self, file: Path, index: Any) -> bool:
+        """Write the elements that a host's list has; False where there is none, or the model is of another base."""
+        from safetensors import safe_open
+
+        names, wanted = index["weight_map"], index["metadata"]
+        if "base_id" not in wanted or not self._elements.knows(names, wanted["base_id"]) or not file.is_file():
+            return False
+        device = next(self._model.parameters()).device
+        with safe_open(file, framework="pt") as found:
+            if found.metadata()["id"] != wanted["id"]:
+                return False
+            self._elements.version = None
+            for name in names:
+                where, values = (found.get_tensor(f"{name}:{kind}").to(device) for kind in ("where", "values"))
+                self._elements.change(name, where.long() & 0xFFFFFFFF, values)
+        self._elements.version = wanted["id"]
+        return True
 
 
 def bring_copy(directory: Path, local_dir: Path) -> str | None:
@@ -288,8 +336,25 @@ class LocalCheckpoint:
         deltas = [(file, header, name) for file, header in headers.items() for name in header.tensors]
         deltas.sort(key=lambda delta: places.size_of(delta[2]), reverse=True)  # the largest is not begun last
         with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="delta") as threads:
-            for task in [threads.submit(_apply_one, *delta, places, wanted) for delta in deltas]:
-                task.result()
+            tasks = {delta[2]: threads.submit(_apply_one, *delta, places, wanted) for delta in deltas}
+            found = {name: task.result() for name, task in tasks.items()}
+        self._list(found, wanted["id"])
+
+    def _list(self, found: dict[str, Any], version_id: str) -> None:
+        """Leave the elements that changed to the engines, which write them alone; no list if of a tensor too many
+        did."""
+        import numpy as np
+        from safetensors.numpy import save_file
+
+        file = self.root / CHANGES_FILE
+        file.unlink(missing_ok=True)
+        if None in found.values():
+            return
+        arrays = {}
+        for name, parts in found.items():
+            where, values = (np.concatenate(kind) for kind in zip(*parts, strict=True))
+            arrays |= {f"{name}:where": where.view(np.int32), f"{name}:values": values}
+        save_file(arrays, file, metadata={"id": version_id})
 
     def _state(self) -> dict[str, Any]:
         try:
@@ -343,8 +408,12 @@ class Places:
         return file, start, _ITEMSIZES.get(entry["dtype"], 1)
 
 
-def _apply_one(delta_file: Path, header: Any, name: str, places: Places, wanted: dict[str, Any]) -> None:
-    """Change one tensor in its file, a piece after the other: memory that is used again is in the caches."""
+def _apply_one(delta_file: Path, header: Any, name: str, places: Places, wanted: dict[str, Any]) -> Any:
+    """Change one tensor in its file, a piece after the other: memory that is used again is in the caches.
+
+    Returns:
+        `Changes.found`.
+    """
     import numpy as np
 
     from slime.weights.delta import Changes, hasher
@@ -374,3 +443,4 @@ def _apply_one(delta_file: Path, header: Any, name: str, places: Places, wanted:
             f"{name} has {wanted['checksum_format']} {digest.hexdigest()} after the delta of {delta_file}, and had "
             f"{header.metadata.get(name)} at the trainer"
         )
+    return changes.found

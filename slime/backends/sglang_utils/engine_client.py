@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.backends.sglang_utils.disk_weights import COPY_FORMAT, LOAD_FORMAT
 from slime.backends.sglang_utils.engine_patches import PROBE
 from slime.backends.sglang_utils.server_control import (
     CONTROL_TIMEOUT_S,
@@ -25,6 +24,8 @@ from slime.weights.adapters import SERVED
 UPDATE_TIMEOUT_S = 600.0
 FLUSH_DEADLINE_S = 60.0
 MEMORY_TIMEOUT_S = 300.0
+LOAD_FORMAT, COPY_FORMAT = "slime", "slime-copy"
+"""Of our engines' /update_weights_from_disk: load a version; only bring the host's copy to it."""
 MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
 """Kinds of GPU memory that an engine releases and resumes; "cuda_graph" only with SGLANG_MEMORY_SAVER_CUDA_GRAPH=1 in
 its environment, otherwise graphs stay where they are."""

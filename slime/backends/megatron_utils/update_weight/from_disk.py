@@ -9,11 +9,11 @@ It needs no network between trainer and engines but HTTP, and takes the time of 
 A disk that is full ends the run before any engine is paused; a version that engines could not load is written anew.
 
 With --update-weight-mode delta (`DeltaWeightUpdater`) the first version is a whole one. The source rank keeps a copy
-of the bytes that it sent, in host memory. Later versions hold, for each tensor that changed, a compressed delta to it
-(slime.weights.delta) and a checksum of the result. Every host with engines has a copy of the weights as files
-(--update-weight-local-checkpoint-dir), to which deltas are applied, and from which engines load the tensors that
-changed (sglang_utils/disk_weights.py). A delta that a host refuses, because it is damaged or a version is missing
-there, is followed by a whole version. So is every failure, and every new set of engines.
+of the bytes that it sent, in host memory, and compares with it where the weights are, on a GPU. Later versions hold,
+for each tensor that changed, a compressed delta to it (slime.weights.delta) and a checksum of the result. Every host
+with engines has a copy of the weights as files (--update-weight-local-checkpoint-dir). Deltas are applied to it, and
+engines load what changed from there (sglang_utils/disk_weights.py). A delta that a host refuses, because it is damaged
+or a version is missing there, is followed by a whole version. So is every failure, and every new set of engines.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 
@@ -36,10 +34,11 @@ from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError, WeightUpdater
 from slime.backends.megatron_utils.update_weight.buckets import check_versions
 from slime.config.args import Args
+from slime.utils import accelerator
 from slime.utils.distributed_utils import gathered
 from slime.utils.errors import UsageError
 from slime.utils.misc import attempt, hook_args, load_function, needed
-from slime.weights.delta import COMPRESSION, Bytes, bytes_of, checksum, encode_part, parts_of
+from slime.weights.delta import COMPRESSION, Part, checksum, encode_part, join, parts_of, raw_of
 from slime.weights.transports import FLAG, WeightDir
 
 logger = logging.getLogger(__name__)
@@ -221,7 +220,7 @@ class DeltaWeightUpdater(DiskWeightUpdater):
         self._base: int | None = None  # the version that all hosts have and `_held` holds; None: a whole one is due
         self._is_delta = False  # the version that was written last
         self._refused: WeightSyncError | None = None  # why hosts did not take it as a delta
-        self._held: dict[str, Bytes] = {}
+        self._held: dict[str, torch.Tensor] = {}
 
     def connect(self, engines: Sequence[Any], *, engine_sizes: Sequence[int]) -> None:
         """Connect as `WeightUpdater` does, and send a whole version first: these engines may be on other hosts."""
@@ -288,7 +287,7 @@ class WholeWriter(HfWriter):
         where, how: as of `HfWriter`.
     """
 
-    def __init__(self, held: dict[str, Bytes], *where: Any, **how: Any) -> None:
+    def __init__(self, held: dict[str, torch.Tensor], *where: Any, **how: Any) -> None:
         super().__init__(*where, **how)
         self._held = held
         held.clear()
@@ -296,16 +295,24 @@ class WholeWriter(HfWriter):
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write a bucket."""
         bucket = list(tensors)
-        self._held |= {name: np.array(bytes_of(tensor)) for name, tensor in bucket}
+        raw = [raw_of(tensor) for _, tensor in bucket]
+        sizes, is_pinned = [part.numel() for part in raw], any(part.is_cuda for part in raw)
+        room = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_pinned)  # one: torch pins powers of two
+        for (name, _), held, part in zip(bucket, room.split(sizes), raw, strict=True):
+            self._held[name] = held.copy_(part)
         super().add(bucket)
 
 
 class _Pair(NamedTuple):
-    """A tensor's bytes: of the last version, which are made those of the new one, and of the new one."""
+    """A tensor's bytes: of the last version, which are made those of the new one, and of the new one.
+
+    Attributes:
+        old: in host memory. new: where the trainer has it.
+    """
 
     name: str
-    old: Bytes
-    new: Bytes
+    old: torch.Tensor
+    new: torch.Tensor
     itemsize: int
 
 
@@ -317,13 +324,14 @@ class DeltaWriter(HfWriter):
         where, how: as of `HfWriter`; the metadata of the index say encoding and checksum, of `slime.weights.delta`.
     """
 
-    def __init__(self, held: dict[str, Bytes], *where: Any, **how: Any) -> None:
+    def __init__(self, held: dict[str, torch.Tensor], *where: Any, **how: Any) -> None:
         super().__init__(*where, **how)
         self._held = held
         self._encoding = how["index_metadata"]["delta_encoding"]
         self._checksum_kind = how["index_metadata"]["checksum_format"]
         self._changed = self._elements = 0
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="delta")
+        self._to_host = torch.cuda.Stream() if accelerator.kind() == "cuda" else None
 
     @property
     def density(self) -> float:
@@ -336,35 +344,44 @@ class DeltaWriter(HfWriter):
         Raises:
             WeightSyncError: a tensor that the last version did not have.
         """
-        pairs = list(self._threads.map(self._pair_of, tensors))
-        work = [(pair, part) for pair in pairs for part in parts_of(pair.new.size, self._encoding)]
-        encoded = self._threads.map(lambda item: self._encode(*item), work)
-        for pair, of_pair in zip(pairs, _split(encoded, pairs, self._encoding), strict=True):
-            changed = sum(count for _, count in of_pair)
-            self._elements += pair.new.size // pair.itemsize
-            self._changed += changed
-            if changed:
-                delta = np.frombuffer(bytearray().join(part for part, _ in of_pair), np.uint8)
-                self.note(pair.name, checksum(pair.new, self._checksum_kind))
-                super().add([(pair.name, torch.from_numpy(delta))])
+        pairs = [self._pair_of(*named) for named in tensors]
+        parts = [
+            [self._threads.submit(self._encode, pair, part) for part in parts_of(pair.new.numel(), pair.new.device)]
+            for pair in pairs
+        ]
+        found = [[task.result() for task in of_pair] for of_pair in parts]
+        if self._to_host is not None:
+            self._to_host.synchronize()  # the copy is that of the new version
+        self._elements += sum(pair.new.numel() // pair.itemsize for pair in pairs)
+        self._changed += sum(part.changed for of_pair in found for part in of_pair)
+        for pair, delta in zip(pairs, self._threads.map(self._finish, pairs, found), strict=True):
+            if delta is not None:
+                super().add([(pair.name, delta)])
 
-    def _pair_of(self, named: tuple[str, torch.Tensor]) -> _Pair:
-        name, tensor = named
-        new, old = bytes_of(tensor), self._held.get(name)
-        if old is None or old.size != new.size:
-            what = "not there" if old is None else f"of {old.size} bytes"
-            raise WeightSyncError(f"{name} has {new.size} bytes now and was {what} before", is_final=True)
+    def _pair_of(self, name: str, tensor: torch.Tensor) -> _Pair:
+        new, old = raw_of(tensor), self._held.get(name)
+        if old is None or old.numel() != new.numel():
+            what = "not there" if old is None else f"of {old.numel()} bytes"
+            raise WeightSyncError(f"{name} has {new.numel()} bytes now and was {what} before", is_final=True)
         return _Pair(name, old, new, tensor.element_size())
 
-    def _encode(self, pair: _Pair, part: slice) -> tuple[bytes, int]:
-        """The delta of a part, and how many elements changed; the copy holds the new bytes then."""
+    def _encode(self, pair: _Pair, part: slice) -> Part:
+        """The delta of a part; the copy holds the new bytes soon."""
         old, new = pair.old[part], pair.new[part]
         try:
-            delta, changed = encode_part(old, new, itemsize=pair.itemsize, encoding=self._encoding)
+            found = encode_part(old, new, part.start, itemsize=pair.itemsize, encoding=self._encoding)
         except ValueError as error:
             raise WeightSyncError(f"--update-weight-delta-encoding: {pair.name}: {error}", is_final=True) from None
-        np.copyto(old, new)
-        return delta, changed
+        with torch.cuda.stream(self._to_host):  # while the next parts come the other way
+            old.copy_(new, non_blocking=True)
+        return found
+
+    def _finish(self, pair: _Pair, parts: list[Part]) -> torch.Tensor | None:
+        """The delta of a tensor, whose checksum is noted; None where nothing changed."""
+        if not any(part.changed for part in parts):
+            return None
+        self.note(pair.name, checksum(pair.old.numpy(), self._checksum_kind))
+        return torch.frombuffer(bytearray(join(parts, self._encoding)), dtype=torch.uint8)
 
     def finish(self) -> None:
         """As of `HfWriter`."""
@@ -375,11 +392,3 @@ class DeltaWriter(HfWriter):
         """As of `HfWriter`."""
         self._threads.shutdown()
         super().discard()
-
-
-def _split(
-    encoded: Iterator[tuple[bytes, int]], pairs: Sequence[_Pair], encoding: str
-) -> Iterator[list[tuple[bytes, int]]]:
-    """What belongs to each pair."""
-    for pair in pairs:
-        yield list(islice(encoded, len(parts_of(pair.new.size, encoding))))
