@@ -8,9 +8,9 @@ The trainer is the one of a run (with the flags that train.py takes), without Ra
 rank is a process. A step is one optimizer update on `--tokens` packed tokens per data-parallel rank, in sequences of
 `--length`. The first steps are warm-up; the median of the others counts: the whole by the wall clock with the device
 drained before and after, its parts by the trainer's own timers, which are CUDA events on a GPU (behind each, the
-fastest and the slowest step: of a rank that waits for its host they are far apart). MFU = FLOPs of the
-model's matrix products (3 x forward, causal attention; recomputation does not count) / time / GPUs, beside the bf16
-matmul rate that the same GPU reaches in the same process (8192^3).
+fastest and the slowest step: of a rank that waits for its host they are far apart). MFU = FLOPs of the model's matrix
+products (3 x forward, causal attention, logits of responses alone; recomputation does not count) / time / GPUs, beside
+the bf16 matmul rate that the same GPU reaches in the same process (8192^3).
 
 Only the loading of weights is replaced: random ones take the same time.
 """
@@ -47,7 +47,7 @@ SHAPES: dict[str, dict[str, object]] = {
     "tiny-moe": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8,
                  **MOE, "num_experts": 16, "moe_intermediate_size": 32},
 }  # fmt: skip
-WARM_UP, PROMPT = 2, 64
+WARM_UP = 2
 
 
 def main() -> None:
@@ -57,6 +57,8 @@ def main() -> None:
     parser.add_argument("--layout", default="", help="more flags of train.py: parallel sizes, recomputation")
     parser.add_argument("--tokens", type=int, default=16384, help="of a data-parallel rank and step")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of it that are prompt")
+    parser.add_argument("--all-logits", action="store_true", help="of prompts, too, as before 2026-11-27 (Megatron)")
     parser.add_argument("--micro-batch-tokens", type=int, nargs="+", default=[16384], help="one size after the other")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--profile", type=int, default=0, help="print so many of the most expensive kernels of a step")
@@ -103,6 +105,10 @@ def run_rank(options: argparse.Namespace) -> None:
     args = flags(options)
     port, _ = options.meet.split(":", 1)
     actor = start_trainer(args, options, int(port))
+    if options.all_logits:
+        from slime.backends.megatron_utils.passes import forward
+
+        forward.run_model_on_responses = forward.run_model
     layout = actor.parallel_config()
     for size in options.micro_batch_tokens:
         share = make_share(args.replace(max_tokens_per_gpu=size), options, layout)
@@ -127,7 +133,7 @@ def flags(options: argparse.Namespace) -> Any:
         f"--hf-checkpoint {work}/model --model-args-from-hf --accelerator {options.accelerator} --debug-train-only "
         f"--prompt-data {work}/prompts.jsonl --label-key label --rm-type math --num-rollout 2 "
         f"--rollout-batch-size {options.num_gpus} --global-batch-size {options.num_gpus} "
-        f"--rollout-max-response-len {options.length - PROMPT} --rollout-max-prompt-len {PROMPT} "
+        f"--rollout-max-response-len {options.length - options.prompt} --rollout-max-prompt-len {options.prompt} "
         "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --use-dynamic-batch-size "
         f"--max-tokens-per-gpu {max(options.micro_batch_tokens)} --actor-num-gpus-per-node {options.num_gpus} "
         f"--recompute-old-log-probs --log-probs-chunk-size 4096 --lr 1e-6 --output-dir {work}/out {options.layout}"
@@ -175,7 +181,7 @@ def make_share(args: Any, options: argparse.Namespace, layout: dict[str, int]) -
 
     rng = random.Random(0)
     count = options.tokens * layout["dp_size"] // options.length
-    response = options.length - PROMPT
+    response = options.length - options.prompt
     data = {
         "tokens": [[rng.randrange(90) for _ in range(options.length)] for _ in range(count)],
         "response_lengths": [response] * count,
@@ -216,6 +222,8 @@ def report(
     from slime.utils.flops_utils import calculate_fwd_flops
 
     forward = calculate_fwd_flops([options.length] * (options.tokens // options.length), args)
+    if not options.all_logits:
+        forward -= 2 * args.hidden_size * args.vocab_size * options.prompt * (options.tokens // options.length)
     forward *= layout["dp_size"] / options.num_gpus / 1e12  # of one GPU
     peak = matmul_tflops() if options.accelerator == "cuda" else float("nan")
     tokens = options.tokens * layout["dp_size"]

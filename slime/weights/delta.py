@@ -175,7 +175,7 @@ class Changes:
         self._stream = _Decompressed(delta)
         self._positions = self._values = None
         self._room = max(size // itemsize // MAX_LISTED[0], MAX_LISTED[1])
-        self.found: list[tuple[npt.NDArray[np.uint32], npt.NDArray[Any]]] | None = []
+        self.found: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] | None = []
         if encoding == "overwrite":
             self._positions, self._values = self._overwritten()
 
@@ -206,7 +206,7 @@ class Changes:
         _elements(part, self._itemsize)[where - first] = values
         self._list(where, values)
 
-    def _list(self, where: npt.NDArray[np.uint32], values: npt.NDArray[Any]) -> None:
+    def _list(self, where: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
         self._room -= where.size
         if self._room < 0:
             self.found = None

@@ -135,6 +135,18 @@ def test_recomputed_logits_give_the_same_training_and_are_never_all_in_memory(
     compare(torch.load(tmp_path / "plain"), torch.load(tmp_path / "less"))
 
 
+@pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2", "--context-parallel-size 2"])
+def test_prompts_get_no_logits_and_the_training_is_that_with_all_of_them(hf_path: Path, tmp_path: Path, layout: str):
+    from slime.backends.megatron_utils.passes import forward
+
+    args = trainer_args(hf_path, layout, lr=1e-2, entropy_coef=0.1)
+    with mock.patch.object(forward, "run_model_on_responses", forward.run_model):
+        whole = train_and_measure(args, tmp_path / "whole", num_rollouts=2)
+    fewer = train_and_measure(args, tmp_path / "fewer", num_rollouts=2)
+    assert fewer["rows"] < whole["rows"] and fewer["bytes"] < whole["bytes"]
+    compare(torch.load(tmp_path / "whole"), torch.load(tmp_path / "fewer"))
+
+
 def test_recomputed_logits_wait_for_weights_that_are_still_gathered(hf_path: Path, tmp_path: Path):
     """With --overlap-param-gather the second step's forward pass gathers what the first step's update left."""
     flags = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000"

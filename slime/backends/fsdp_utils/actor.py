@@ -38,7 +38,13 @@ from slime.backends.megatron_utils.checkpoint.hf_export import save_hf
 from slime.backends.megatron_utils.checkpoint.iterations import UnfinishedCheckpoint
 from slime.backends.megatron_utils.layers.lora import save_adapter
 from slime.backends.megatron_utils.layers.value_head import is_value_model
-from slime.backends.megatron_utils.loss import DeferredLogits, get_log_probs_and_entropy, get_values, loss_function
+from slime.backends.megatron_utils.loss import (
+    DeferredLogits,
+    ResponseLogits,
+    get_log_probs_and_entropy,
+    get_values,
+    loss_function,
+)
 from slime.backends.megatron_utils.model.setup import make_scheduler
 from slime.backends.megatron_utils.update_weight import connected_weight_updater
 from slime.checkpoints.paths import classify_checkpoint, resolve_checkpoint_dir
@@ -135,7 +141,7 @@ class FsdpBackend(MegatronBackend):
         args, policy = self.args, self.state.policy
 
         def read(batch: MicroBatch, output: Any) -> dict[str, torch.Tensor]:
-            output = self._logits(output)
+            output = self._logits(batch, output)
             if "values" in names:
                 return {"values": get_values(args, batch, output)}
             log_probs, entropy = get_log_probs_and_entropy(args, batch, output, with_entropy="entropy" in names)
@@ -190,7 +196,7 @@ class FsdpBackend(MegatronBackend):
         reports = []
 
         def loss_of(batch: MicroBatch, output: Any) -> torch.Tensor:
-            loss, _, report = loss_function(args, batch, self._logits(output), **scale)
+            loss, _, report = loss_function(args, batch, self._logits(batch, output), **scale)
             reports.append(report)
             return loss * factor
 
@@ -210,13 +216,16 @@ class FsdpBackend(MegatronBackend):
             if self._is_whole:
                 group.set_requires_gradient_sync(is_last, recurse=False)
 
-    def _logits(self, output: Any) -> Any:
-        """The model's output as the losses take it: whole logits [1, T, V] unless they are to be made in chunks."""
-        args = self.args
-        defers = args.recompute_loss_function and args.loss_type != "custom_loss"  # which is promised logits
-        if defers or not isinstance(output, DeferredLogits):
+    def _logits(self, batch: MicroBatch, output: Any) -> Any:
+        """The model's output as the losses take it: logits of responses unless they are to be made in chunks; all of
+        them, [1, T, V], for a loss of the user's own."""
+        is_own = self.args.loss_type == "custom_loss"
+        if not isinstance(output, DeferredLogits) or (self.args.recompute_loss_function and not is_own):
             return output
-        return torch.nn.functional.linear(output.hidden, output.weight)[None]
+        if is_own:
+            return torch.nn.functional.linear(output.hidden, output.weight)[None]
+        rows = output.hidden.index_select(0, batch["response_rows"])
+        return ResponseLogits(torch.nn.functional.linear(rows, output.weight))
 
     def _num_tokens(self, micro_batches: MicroBatches, step_id: int) -> int:
         """Trained tokens of a train step over all ranks."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
@@ -35,6 +35,14 @@ from slime.utils.misc import hook_args, load_function
 from slime.utils.train_data import MicroBatch, RolloutBatch
 
 DEFAULT_CHUNK_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class ResponseLogits:
+    """Logits of the rows alone that predict response tokens: what comes before them in a prompt trains nothing."""
+
+    rows: torch.Tensor
+    """[N, V/tp], in the order of the micro-batch's `response_rows`."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +83,14 @@ class DeferredLogits:
         return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
+Logits: TypeAlias = torch.Tensor | ResponseLogits | DeferredLogits
+"""Of a micro-batch: all of them [1, T, V/tp], those of responses, or what they are made of."""
+
+
 def get_log_probs_and_entropy(
     args: Args,
     batch: MicroBatch,
-    logits: torch.Tensor | DeferredLogits,
+    logits: Logits,
     *,
     with_entropy: bool = False,
     with_entropy_grad: bool = True,
@@ -88,7 +100,7 @@ def get_log_probs_and_entropy(
     Args:
         args: `rollout_temperature`, `rollout_top_p`, `loss_type`, `log_probs_chunk_size`, `vocab_size`.
         batch: a micro-batch of `data.MicroBatches`.
-        logits: [1, T, V/tp], or what they are made of.
+        logits: of the micro-batch.
         with_entropy: also return the entropy.
         with_entropy_grad: ... as something that can be trained on.
 
@@ -104,7 +116,7 @@ def get_log_probs_and_entropy(
 def get_token_columns(
     sampling: Sampling,
     batch: MicroBatch,
-    logits: torch.Tensor | DeferredLogits,
+    logits: Logits,
     *,
     with_entropy: bool = False,
     with_entropy_grad: bool = True,
@@ -135,6 +147,8 @@ def get_token_columns(
     rows, targets = batch["response_rows"], batch["response_tokens"]
     if isinstance(logits, DeferredLogits):
         columns = logits.map_rows(of_rows, rows, targets, chunk_size=sampling.chunk_size)
+    elif isinstance(logits, ResponseLogits):
+        columns = list(of_rows(logits.rows, targets))
     else:
         columns = list(of_rows(logits.squeeze(0), targets, rows))  # not logits[0], whose gradient is a copy
     return {name: whole_responses(batch, column) for name, column in zip(names, columns, strict=True)}
@@ -249,9 +263,7 @@ def apply_opd_kl_to_advantages(
 # ---- losses of a micro-batch
 
 
-def policy_loss_function(
-    args: Args, batch: MicroBatch, logits: torch.Tensor | DeferredLogits, sum_of_sample_mean: Reducer
-) -> LossAndMetrics:
+def policy_loss_function(args: Args, batch: MicroBatch, logits: Logits, sum_of_sample_mean: Reducer) -> LossAndMetrics:
     """Loss and metrics of one micro-batch, each a sum over it (slime.algorithms.policy).
 
     Args:
@@ -267,9 +279,7 @@ def policy_loss_function(
     return policy_loss(batch, columns, sum_of_sample_mean)
 
 
-def sft_loss_function(
-    args: Args, batch: MicroBatch, logits: torch.Tensor | DeferredLogits, sum_of_sample_mean: Reducer
-) -> LossAndMetrics:
+def sft_loss_function(args: Args, batch: MicroBatch, logits: Logits, sum_of_sample_mean: Reducer) -> LossAndMetrics:
     """Minus the log-probability of each trained token: loss and metrics of one micro-batch, both summed by
     `sum_of_sample_mean` (logits [1, T, V/tp])."""
     log_probs, _ = get_log_probs_and_entropy(args, batch, logits)
@@ -317,7 +327,7 @@ LOSS_FUNCTIONS: dict[str, Callable[..., LossAndMetrics]] = {
 def loss_function(
     args: Args,
     batch: MicroBatch,
-    logits: torch.Tensor | DeferredLogits,
+    logits: Logits,
     *,
     num_microbatches: int,
     global_batch_size: int,
@@ -329,7 +339,7 @@ def loss_function(
         args: `loss_type`, `custom_loss_function_path`, `calculate_per_token_loss`, `recompute_loss_function` and what
             the loss reads.
         batch: a micro-batch of `data.MicroBatches`.
-        logits: [1, T, V/tp], or what they are made of.
+        logits: of the micro-batch.
         num_microbatches: of this rank in the train step; Megatron divides by it.
         global_batch_size: rollouts of the train step over all ranks.
         dp_size: data- times context-parallel ranks; Megatron averages gradients over them.

@@ -350,7 +350,7 @@ class LocalCheckpoint:
         file.unlink(missing_ok=True)
         if None in found.values():
             return
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for name, parts in found.items():
             where, values = (np.concatenate(kind) for kind in zip(*parts, strict=True))
             arrays |= {f"{name}:where": where.view(np.int32), f"{name}:values": values}

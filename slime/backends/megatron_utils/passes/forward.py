@@ -25,7 +25,14 @@ from megatron.core.tensor_parallel import (
 
 from slime.backends.megatron_utils.layers.mtp import as_predicting, lend_embedding
 from slime.backends.megatron_utils.layers.routing import load_balancing_metrics
-from slime.backends.megatron_utils.loss import DeferredLogits, get_log_probs_and_entropy, get_values, loss_function
+from slime.backends.megatron_utils.loss import (
+    DeferredLogits,
+    Logits,
+    ResponseLogits,
+    get_log_probs_and_entropy,
+    get_values,
+    loss_function,
+)
 from slime.backends.megatron_utils.megatron_patch.known_shapes import known_shapes
 from slime.backends.megatron_utils.model.setup import TrainState
 from slime.backends.megatron_utils.model_provider import unwrap
@@ -142,6 +149,26 @@ def run_model(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
     return model(batch["tokens"], batch["position_ids"], None, packed_seq_params=packed_seq_params)
 
 
+def run_model_on_responses(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor | ResponseLogits:
+    """As `run_model`; the output layer of a GPTModel gets only the rows that predict response tokens.
+
+    Cut over ranks (--sequence-parallel), the rows of a sequence are not all here, and all go through it.
+    """
+    gpt = unwrap(model)
+    if not isinstance(gpt, GPTModel) or not gpt.post_process or gpt.config.sequence_parallel:
+        return run_model(model, batch)
+    rows = batch["response_rows"]
+    select = gpt.output_layer.register_forward_pre_hook(
+        lambda layer, hidden: (hidden[0].index_select(0, rows), *hidden[1:])
+    )
+    try:
+        logits = run_model(model, batch).squeeze(0)
+    finally:
+        select.remove()
+    assert len(logits) == len(rows), "the model makes its logits by its output layer"
+    return ResponseLogits(logits)
+
+
 def run_model_to_hidden(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor | DeferredLogits:
     """As `run_model`, but stop before the output layer of the last pipeline stage.
 
@@ -221,12 +248,13 @@ def compute_log_probs(
         {"<prefix>log_probs": [S][R]} and, if asked for, {"<prefix>entropy": [S][R]}, in the order of the share.
     """
 
-    def read(batch: MicroBatch, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    def read(batch: MicroBatch, logits: Logits) -> dict[str, torch.Tensor]:
         log_probs, entropy = get_log_probs_and_entropy(args, batch, logits, with_entropy=with_entropy)
         return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
 
     names = ("log_probs", "entropy") if with_entropy else ("log_probs",)
-    return compute_columns(args, model, micro_batches, read, names=names, store_prefix=store_prefix)
+    how = {"names": names, "store_prefix": store_prefix, "run": run_model_on_responses}
+    return compute_columns(args, model, micro_batches, read, **how)
 
 
 def compute_values(args: Args, model: list[torch.nn.Module], micro_batches: MicroBatches) -> RolloutBatch:
@@ -239,10 +267,11 @@ def compute_columns(
     args: Args,
     model: list[torch.nn.Module],
     micro_batches: MicroBatches,
-    read: Callable[[MicroBatch, torch.Tensor], dict[str, torch.Tensor]],
+    read: Callable[[MicroBatch, Any], dict[str, torch.Tensor]],
     *,
     names: Sequence[str],
     store_prefix: str = "",
+    run: Callable[..., Any] = run_model,
 ) -> RolloutBatch:
     """Run the model over a share, without gradients.
 
@@ -253,6 +282,7 @@ def compute_columns(
         read: (micro-batch, the model's output) -> one value per response token, [sum of R] each, by name.
         names: those that `read` gives.
         store_prefix: for the hook, and before each name.
+        run: a micro-batch through the model.
 
     Returns:
         {"<prefix><name>": [S][R]}, in the order of the share.
@@ -264,11 +294,11 @@ def compute_columns(
 
     def collect(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         columns = {name: column.split(batch["response_lengths"]) for name, column in read(batch, output).items()}
-        return output.new_zeros(()), columns
+        return torch.zeros((), device=accelerator.current_device()), columns
 
     def forward_step(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
-        return run_model(chunk, batch), partial(collect, batch)
+        return run(chunk, batch), partial(collect, batch)
 
     results = run_pass(
         model,
@@ -339,8 +369,11 @@ def _forward_backward(
         "dp_size": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
     }
 
-    defers_logits = args.recompute_loss_function and args.loss_type != "custom_loss"
-    run: Callable[..., Any] = run_model_to_hidden if defers_logits else run_model
+    run: Callable[..., Any] = run_model
+    if args.loss_type != "custom_loss" and args.recompute_loss_function:
+        run = run_model_to_hidden
+    elif args.loss_type not in ("custom_loss", "value_loss"):  # a loss of the user's own is promised all logits
+        run = run_model_on_responses
 
     if args.enable_mtp_training:
         lend_embedding([unwrap(chunk) for chunk in model])
