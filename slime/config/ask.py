@@ -77,7 +77,8 @@ def help_text(parser: Parser, group: str | None, *, own_titles: Sequence[str]) -
             "everything):\n" + "".join(f"  {title}\n" for title in rest)
         )
     chosen = [one for one in titled if group.lower() in str(one.title).lower()]
-    if not chosen and (named := [one for one in parser._actions if _is_named(one, group.lower())]):
+    named = [one for one in parser._actions if any(group.lower() in name for name in one.option_strings)]
+    if not chosen and named:
         formatter = parser._get_formatter()
         formatter.start_section(f"Flags with {group} in their names")
         formatter.add_arguments(named)
@@ -89,10 +90,6 @@ def help_text(parser: Parser, group: str | None, *, own_titles: Sequence[str]) -
         hint = f"did you mean {' or '.join(near)}?" if near else "--help alone lists them."
         raise UsageError(f"--help {group}: no group of flags has such a name; {hint}")
     return _format(parser, chosen)
-
-
-def _is_named(action: argparse.Action, part: str) -> bool:
-    return any(part in name for name in action.option_strings)
 
 
 def _format(parser: Parser, groups: Iterable[argparse._ArgumentGroup], *, with_usage: bool = False) -> str:

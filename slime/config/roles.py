@@ -13,6 +13,7 @@ and opens no weights.
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -304,9 +305,7 @@ def apply_config_files(
         the entries of roles set.
     """
 
-    def read_custom(path: str) -> FileValues:
-        return custom_config_values(path, options, explain_unknown=explain_unknown)
-
+    read_custom = functools.partial(custom_config_values, options=options, explain_unknown=explain_unknown)
     path = args.custom_config_path
     custom = (read_file(problems, read_custom, path) if path else None) or FileValues()
     warnings = [*custom.warnings, *apply_known(args, explicit, custom)]

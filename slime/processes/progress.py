@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 
@@ -53,7 +53,7 @@ def counts() -> dict[str, int]:
 Count = tuple[str, int, int]  # (what is done, how much of it is done, how much there is).
 
 
-class ProgressBar:
+class ProgressBar(contextlib.AbstractContextManager["ProgressBar"]):
     """A count of `total` units of work; it is under way from its making until `close`, or as long as its block.
 
     Args:
@@ -73,9 +73,6 @@ class ProgressBar:
         """The work is over."""
         if self in _under_way:
             _under_way.remove(self)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -306,7 +306,8 @@ def usable(placement: Placement, args: Args) -> tuple[Placement, Any]:
     try:
         wait("the slots of the trainers", deadline_s, lambda: len(_placed(placement)) == len(bundles))
     except WaitTimeout:
-        logger.warning("%d of %d trainer slots did not come back in %.0f s", *_missing(placement), deadline_s)
+        num_missing = len(bundles) - len(_placed(placement))
+        logger.warning("%d of %d trainer slots did not come back in %.0f s", num_missing, len(bundles), deadline_s)
     left = _placed(placement)
     size = len(left) if len(left) == len(bundles) else 0
     if not size and args.elastic_dp:
@@ -345,8 +346,3 @@ def _placed(placement: Placement) -> list[int]:
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     nodes: dict[int, str] = ray.util.placement_group_table(placement.group)["bundles_to_node_id"]
     return [bundle for bundle in placement.trainer_bundles if nodes[bundle] in alive]
-
-
-def _missing(placement: Placement) -> tuple[int, int]:
-    total = len(placement.trainer_bundles)
-    return total - len(_placed(placement)), total

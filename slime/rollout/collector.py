@@ -221,7 +221,7 @@ class Collector:
             resumed = sum(sample.metadata.get(START, self.rollout_id) != self.rollout_id for sample in samples)
             metrics["rollout/partial_rollout/resumed_samples"] = float(resumed)
         known = [group for group in self.accepted if any(sample.counts(self.args) for sample in group)]
-        if baselines := [group[0].metadata[GREEDY_REWARD] for group in known if _has_baseline(group)]:
+        if baselines := [one[0].metadata[GREEDY_REWARD] for one in known if GREEDY_REWARD in one[0].metadata]:
             metrics["rollout/greedy_reward"] = sum(baselines) / len(baselines)
         return metrics
 
@@ -229,7 +229,3 @@ class Collector:
 def _can_continue(group: Sequence[Sample], untouched: Sequence[Sample]) -> bool:
     is_itself = [sample.index for sample in group] == [sample.index for sample in untouched]
     return is_itself and any(sample.response_length for sample in group)
-
-
-def _has_baseline(group: Sequence[Sample]) -> bool:
-    return bool(group) and GREEDY_REWARD in group[0].metadata

@@ -395,7 +395,9 @@ class _Attempts:
         self.failures += 1
         self.first_failure = self.first_failure or now
         spent = now - self.first_failure
-        if self.failures > self.max_retries or spent > limits.retry_window_s or self._is_useless():
+        # of no use: it will be sent again anyway, when the outage of its server is over
+        is_useless = self.waits_for_outages and OUTAGES.is_on(self.url)
+        if self.failures > self.max_retries or spent > limits.retry_window_s or is_useless:
             raise HttpError(
                 f"{self.name} failed {self.failures} times in {spent:.0f} s, the last time with {reason}",
                 status=status,
@@ -405,10 +407,6 @@ class _Attempts:
             what = (self.name, reason[:_LOGGED_CHARS], limits.retry_window_s)
             logger.warning("%s failed (%s); it is sent again, as others that fail there, for up to %.0f s", *what)
         return delay
-
-    def _is_useless(self) -> bool:
-        """Whether the request will be sent again anyway, when the outage of its server is over."""
-        return self.waits_for_outages and OUTAGES.is_on(self.url)
 
 
 def is_new_incident(url: str) -> bool:

@@ -141,7 +141,7 @@ def external_engine_problems(args: Args, infos: Sequence[ExternalEngineInfo], ex
         infos: of the servers that answered.
         explicit: attributes whose flags are on the command line.
     """
-    expected = _architectures(Path(args.hf_checkpoint or ""))
+    expected = tuple(read_config(Path(args.hf_checkpoint or "")).get("architectures") or ())
     problems = [sentence for info in infos for sentence in _misfits(args, info, expected, explicit)]
     types = {info.worker_type for info in infos}
     if len(types & {"prefill", "decode"}) == 1 or ("regular" in types and len(types) > 1):
@@ -190,10 +190,6 @@ def _misfits(args: Args, info: ExternalEngineInfo, expected: tuple[str, ...], ex
             f"{name} has {info.num_stages} pipeline stages, which take the trainer's weights from files that stay: "
             "give --update-weight-transport disk and --update-weight-disk-keep-files, or start it with --pp-size 1."
         )
-
-
-def _architectures(model: Path) -> tuple[str, ...]:
-    return tuple(read_config(model).get("architectures") or ())
 
 
 class ExternalEngine(EngineClient):

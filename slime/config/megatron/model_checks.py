@@ -47,10 +47,6 @@ def _check_spec(args: Args) -> Iterator[str]:
             yield f"--spec {module} {function}: {found.origin} has no {function}."
 
 
-def _has_norm_over_heads(args: Args) -> bool:
-    return (args.spec or [""])[-1] in _NORM_OVER_HEADS
-
-
 ATTENTION: tuple[Check, ...] = (
     _check_spec,
     Rule(
@@ -68,7 +64,7 @@ ATTENTION: tuple[Check, ...] = (
             ),
         ),
         Rule(
-            _has_norm_over_heads,
+            lambda a: (a.spec or [""])[-1] in _NORM_OVER_HEADS,
             lambda a: (
                 f"--spec {' '.join(a.spec or ())} with --tensor-model-parallel-size {a.tensor_model_parallel_size} "
                 f"and --num-query-groups {query_groups(a)}: its norm goes over the keys of all heads, and ranks that "

@@ -194,7 +194,8 @@ def to_expression(answer: str) -> str:
     text = re.sub(r"^[a-zA-Z]\s*=\s*", "", text.strip())
     for symbol, plain in SYMBOLS.items():
         text = text.replace(symbol, plain)
-    text = _plain_roots(_plain_fractions(_brace_fractions(text)))
+    text = _brace_fractions(text)
+    text = _plain_roots(_plain_span(text, 0, len(text), _closings(text), depth=0))
     text = re.sub(r"(\d) +(\d+/\d+)", r"\1+\2", text)  # a mixed number
     text = text.replace(" ", "").replace("{", "(").replace("}", ")").lower()
     text = THOUSANDS.sub("", text)
@@ -247,10 +248,6 @@ def _closings(text: str) -> dict[int, int]:
         elif opened:
             closings[opened.pop()] = brace.start()
     return closings
-
-
-def _plain_fractions(text: str) -> str:
-    return _plain_span(text, 0, len(text), _closings(text), depth=0)
 
 
 def _plain_span(text: str, start: int, end: int, closings: dict[int, int], depth: int) -> str:

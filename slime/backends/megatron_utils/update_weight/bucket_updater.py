@@ -158,8 +158,7 @@ class BucketUpdater(WeightUpdater):
     def _tell(self, times: Timeline, stream: BucketStream) -> None:
         """One line that says where the time of an attempt went."""
         parts = [str(times), *filter(None, (transport.timings() for transport in self.transports))]
-        answers = stream.answer_times()
-        if answers:
+        if answers := stream.answer_times:
             parts.append(f"answers after {sum(answers) / len(answers):.4f}, the slowest {max(answers):.4f}")
         size = f"{len(answers)} buckets, {self.checks.sent.num_bytes / 1e9:.3f} GB"
         logger.info("weight sync %d, %s; seconds: %s", self.weight_version, size, "; ".join(parts))

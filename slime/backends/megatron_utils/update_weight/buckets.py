@@ -229,12 +229,9 @@ class BucketStream:
         self._num_slots = num_slots
         self._under_way: list[_UnderWay] = []
         self._num_posted = 0
-        self._answer_times: list[float] = []
-        self.error: WeightSyncError | None = None
-
-    def answer_times(self) -> list[float]:
+        self.answer_times: list[float] = []
         """Seconds from posting each bucket to its last answer, which may have waited for those of earlier ones."""
-        return list(self._answer_times)
+        self.error: WeightSyncError | None = None
 
     def make_room(self, slot: int) -> None:
         """Wait until `slot` is free."""
@@ -266,10 +263,10 @@ class BucketStream:
         posted = self._post(prepared, version)
         self._under_way.append(_UnderWay(slot, version, posted))
         index, self._num_posted = self._num_posted, self._num_posted + 1
-        self._answer_times.append(0.0)
+        self.answer_times.append(0.0)
 
         def note(_: Any) -> None:
-            self._answer_times[index] = time.monotonic() - begin
+            self.answer_times[index] = time.monotonic() - begin
 
         for call in posted.calls.values():
             call.add_done_callback(note)

@@ -152,10 +152,6 @@ def gave_no_answer(error: BaseException) -> bool:
     return isinstance(error, TimeoutError)
 
 
-def _is_late(error: BaseException) -> bool:
-    return isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
-
-
 def _results(
     calls: Calls,
     what: str,
@@ -169,7 +165,8 @@ def _results(
         if call in done and (error := call.exception()) is not None:
             raise WeightSyncError(
                 f"{what} failed on {name_of(engines[number], number)}: {one_line(error)}",
-                is_final=_is_late(error),  # the next attempt would wait as long
+                # the next attempt would wait as long
+                is_final=any(isinstance(one, TimeoutError) for one in (error, error.__cause__)),
                 silent=[number] if is_silent(error) else [],
             ) from error
     if pending:

@@ -24,7 +24,7 @@ from slime.backends.megatron_utils.update_weight.engines import EngineFleet, con
 from slime.backends.megatron_utils.update_weight.from_distributed import CollectiveTransport
 from slime.backends.sglang_utils.weight_transfer import EXPECTED, NUM_BYTES, opened_elsewhere, serialize_flat
 from slime.utils import accelerator
-from slime.utils.distributed_utils import gathered
+from slime.utils.distributed_utils import gathered, get_gloo_group
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,8 @@ class HandOver(Transport):
         self._fleet = fleet
         self._receivers = receivers
         self._keeps_buffers = keeps_buffers
-        self._num_handles = _count(receivers, dist.get_rank() if dist.is_initialized() else 0)
+        own_rank = dist.get_rank() if dist.is_initialized() else 0
+        self._num_handles = sum(ranks.count(own_rank) for ranks in receivers.values())
         self._buffers = BucketBuffers(self.num_slots, buffer_size, accelerator.current_device())
         self._kept: dict[int, Any] = {}
         self.shares_memory = len({rank for ranks in receivers.values() for rank in ranks} | {0}) > 1
@@ -157,8 +158,6 @@ class HandOver(Transport):
     def _gather(self, handles: list[str]) -> list[list[str]]:
         if not self.shares_memory:
             return [handles]
-        from slime.utils.distributed_utils import get_gloo_group
-
         found = [list[str]() for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
         dist.gather_object(handles, found, dst=0, group=get_gloo_group())
         return found or []
@@ -178,7 +177,3 @@ class HandOver(Transport):
         self._kept.clear()
         if not self._keeps_buffers:
             self._buffers.release()
-
-
-def _count(receivers: Receivers, rank: int) -> int:
-    return sum(ranks.count(rank) for ranks in receivers.values())
