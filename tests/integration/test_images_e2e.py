@@ -49,11 +49,12 @@ def assert_trained(model: Path, export: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_engine_and_trainer_agree_on_images_after_a_sync_of_a_trained_tower(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["fsdp", pytest.param("megatron", marks=pytest.mark.slow)])
+def test_engine_and_trainer_agree_on_images_after_a_sync_of_a_trained_tower(tmp_path: Path, backend: str) -> None:
     model = model_of("qwen3_vl", tmp_path)
     run = train(
         tmp_path / "run",
-        *flags_of_run(model, "megatron", tmp_path / "train.jsonl", response_len=24),
+        *flags_of_run(model, backend, tmp_path / "train.jsonl", response_len=24),
         *("--num-rollout", 2, "--save-hf", tmp_path / "hf", "--save-interval", 2),
     )
     gaps = run.column("train/train_rollout_logprob_abs_diff")
