@@ -12,6 +12,7 @@ OUTPUT="${OUTPUT:-outputs/coding-agent}" NAME=coding_agent_rl GRPO_STEPS="${GRPO
 tiny_data --eval-samples 4
 tiny_sft
 # 64 samples are few, and Adam takes steps of one size, whatever rewards say. With a large eps, what says little moves the model little.
-tiny_grpo --adam-eps 1e-2 --lr 8e-4 --prompt-data "$OUTPUT/data/train.jsonl" --input-key prompt --rollout-shuffle \
+# By tokens, for by samples the two tokens of "done" would count ten times those of a repair, and so would their noise.
+tiny_grpo --adam-eps 1e-2 --lr 8e-4 --calculate-per-token-loss --prompt-data "$OUTPUT/data/train.jsonl" --input-key prompt --rollout-shuffle \
     --custom-generate-function-path slime.agent.generate --custom-config-path "$OUTPUT/data/agent.yaml" --sglang-tool-call-parser qwen25 \
     --rollout-batch-size 8 --n-samples-per-prompt 8 --global-batch-size 64 --rollout-max-response-len 32 --rollout-max-context-len 512
