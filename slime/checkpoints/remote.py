@@ -31,6 +31,11 @@ logger = logging.getLogger(__name__)
 
 READ = ("hf_checkpoint", "ref_load", "opd_teacher_load", "load", "resume")
 WRITTEN = ("save", "save_hf")
+LOCAL = (
+    *("output_dir", "dump_details", "save_debug_rollout_data", "save_debug_train_data", "load_debug_rollout_data"),
+    *("load_forge_rollout_data", "update_weight_disk_dir", "update_weight_local_checkpoint_dir", "tb_project_name"),
+    *("wandb_dir", "compile_cache_dir", "reward_model_path"),
+)
 UPLOAD_DEADLINE_S = 6 * 3600.0
 _FETCHED = ".fetched"
 _OF_ITERATION = re.compile(r"(?:^|/)(?:iter_|rollout/global_dataset_state_dict_)(\d+)[./]")
@@ -55,6 +60,7 @@ def localize(args: Args) -> None:
 
 
 def _localized(args: Args) -> Iterator[str]:
+    yield from _misplaced(args)
     base = Path(args.output_dir or "outputs") / "remote"
     urls = {name: vars(args)[name].rstrip("/") for name in (*READ, *WRITTEN) if is_url(vars(args)[name])}
     vars(args).update({name: str(base / url.replace("://", "/")) for name, url in urls.items()})
@@ -69,6 +75,18 @@ def _localized(args: Args) -> Iterator[str]:
         problem, error = attempt(_open_save, urls["save"], Path(str(args.save)), goes_on=goes_on)
         if problem or error is not None:
             yield problem or _sentence("save", urls["save"], error)
+
+
+def _misplaced(args: Args) -> Iterator[str]:
+    """A sentence for each URL where only a path can be, which would become a local directory of that name."""
+    given = [(f"--{name.replace('_', '-')}", vars(args).get(name)) for name in LOCAL]
+    roles = args.megatron_role_values.items()
+    given += [(f"the {role}'s {name}", value) for role, own in roles for name, value in own.items()]
+    for where, value in given:
+        if is_url(value):
+            yield f"{where} {value} has to be a local path; docs/remote_files.md says which flags take a URL."
+    if is_url(args.save) and (own_save := args.megatron_role_values["critic"].get("save")):
+        yield f"the critic's save {own_save} would not be sent to --save {args.save}: leave it out of its entry."
 
 
 def _sentence(name: str, url: str, error: Any) -> str:
@@ -126,6 +144,8 @@ def fetch(url: str, place: Path, step: int | None = None) -> None:
         text = fs.cat_file(found[TRACKER_FILE]).decode().strip()
         step = int(text) if text.isdigit() else None
     names = [name for name in found if step is None or _number(name) in (-1, step)]
+    if TRACKER_FILE in found:
+        names = [name for name in names if _OF_CHECKPOINT.match(name)]
     listing = json.dumps([(name, fs.ukey(found[name])) for name in sorted(names)])
     mark, digest = place / _FETCHED, hashlib.sha256(listing.encode()).hexdigest()
     if mark.is_file() and mark.read_text() == digest:

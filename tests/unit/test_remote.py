@@ -29,7 +29,7 @@ FLAGS: dict[str, Any] = dict.fromkeys(
 
 
 def flags(tmp_path: Path, **given: Any) -> Args:
-    return Args(**FLAGS | {"output_dir": str(tmp_path / "out"), "remote_urls": {}} | given)
+    return Args(**FLAGS | {"output_dir": str(tmp_path / "out"), "megatron_role_values": {"critic": {}}} | given)
 
 
 def localized(tmp_path: Path, **given: Any) -> Args:
@@ -180,6 +180,23 @@ def test_exports_are_sent_under_the_number_of_their_rollout(root_url: str, tmp_p
 def test_a_url_that_cannot_be_used_is_named(s3: Any, tmp_path: Path, given: dict[str, str], sentence: str) -> None:
     (problem,) = problems_of(flags(tmp_path, **given))
     assert problem.startswith(sentence) and problem.endswith("see docs/remote_files.md.")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"dump_details": "s3://b/d"}, "--dump-details s3://b/d has to be a local path"),
+        ({"output_dir": "s3://b/o"}, "--output-dir s3://b/o has to be a local path"),
+        ({"megatron_role_values": {"critic": {"load": "s3://b/c"}}}, "the critic's load s3://b/c has to be a local"),
+        ({"save": "memory://x/y", "megatron_role_values": {"critic": {"save": "own"}}}, "the critic's save own would"),
+    ],
+)
+def test_a_url_where_a_path_belongs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (problem,) = problems_of(flags(tmp_path, **given))
+    assert problem.startswith(sentence) and not list(tmp_path.iterdir())
 
 
 def test_a_run_at_a_url_is_not_written_over(tmp_path: Path) -> None:
