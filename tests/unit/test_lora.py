@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
+from slime.backends.megatron_utils.layers.lora_linear import Adapter
 from slime.backends.megatron_utils.update_weight import WeightSyncError, from_adapters
 from slime.backends.megatron_utils.update_weight.from_adapters import AdapterUpdater
 from slime.backends.sglang_utils import cpu_standins, engine_patches
@@ -86,6 +87,7 @@ REFUSED = {
     "--lora-rank 8 --sglang-lora-target-modules q_proj": "the run gives them, as of --lora-target-modules",
     "--lora-rank 8 --sglang-quantization fp8": "--sglang-quantization fp8 does not go with --lora-serve adapter",
     "--lora-rank 8 --lora-target-modules foo": "--lora-target-modules foo: the model has no such projection; it has q",
+    "--lora-rank 8 --sglang-load-format dummy": "engines keep the base that they start",
     "--lora-rank 8 --sglang-torchao-config int8wo": "--sglang-torchao-config int8wo does not go with --lora-serve",
     "--lora-rank 8 --sglang-dp-size 2 --sglang-enable-dp-attention": "whose ranks have different requests is not",
     "--lora-rank 8 --sglang-max-loaded-loras 1": "--sglang-max-loaded-loras 1 does not go with --lora-serve adapter",
@@ -269,6 +271,22 @@ def test_engines_have_to_move_as_the_trainer_did_and_their_base_not(check: Check
             return
         updater.see_that_it_is_served()
     assert updater._is_unseen == (share < 1), "what has hardly moved is looked at again"
+
+
+def test_dropout_leaves_out_a_share_of_an_adapters_inputs_in_training_alone() -> None:
+    """The layer is Megatron's in what an adapter reads of it: a column-parallel one on one rank."""
+    count, share = 4096, 0.25
+    plan = LoraPlan(1, 1.0, {}, dropout=share)
+    group, config = SimpleNamespace(size=lambda: 1, rank=lambda: 0), SimpleNamespace(sequence_parallel=False)
+    layer = SimpleNamespace(weight=torch.zeros(1, count), is_expert=False, config=config, tp_group=group)
+    parts = {"projections": ["q_proj"], "sizes": [1], "groups": 0, "peft_names": ["q_proj"]}
+    adapter = Adapter(layer, name="q", plan=plan, seed=0, **parts)
+    adapter.take(0, torch.ones(1, count), torch.ones(1, 1), source="ones")
+    x = torch.ones(1, 1, count)
+    of_training, of_pass = (adapter.train(mode).add_to(torch.zeros(1, 1, 1), x).item() for mode in (True, False))
+    assert of_pass == count, "all inputs"
+    left = of_training * (1 - share)
+    assert left == pytest.approx(round(left), abs=0.05) and left == pytest.approx(count * (1 - share), rel=0.1)
 
 
 def test_an_adapter_lies_in_shared_memory_as_it_was() -> None:

@@ -104,6 +104,22 @@ def test_only_the_model_of_hf_checkpoint_takes_the_trainers_weights(topology: st
     assert not EngineGroupPlan("encoder", 1, 1, 0).takes_weights  # its server has no such endpoint
 
 
+def test_groups_that_cannot_serve_adapters_are_refused_as_flags_are(tmp_path: Path) -> None:
+    path = tmp_path / "engines.yaml"
+    groups = "[{worker_type: regular, num_gpus: 2, num_gpus_per_engine: 2, overrides: {pp_size: 2}}]"
+    path.write_text(f"sglang:\n- {{name: a, server_groups: {groups}}}\n")
+    lora = {"lora_rank": 8, "lora_alpha": None, "lora_target_modules": None, "lora_exclude_modules": None}
+    lora |= {"update_weight_transport": "nccl", "update_weight_mode": "full"}
+    more = {"lora_use_rslora": False, "lora_dropout": 0.0, "lora_init": "default", "sglang_config": str(path)}
+    told = "--sglang-config: pp_size 2 of model a does not go with --lora-serve adapter: an engine of several pipeline"
+    served, merged = (flags(**lora, **more, lora_serve=serve) for serve in ("adapter", "merged"))
+    assert any(told in text for text in topology_problems(served).wrong), topology_problems(served).wrong
+    assert not any("--lora-serve" in text for text in topology_problems(merged).wrong)
+    path.write_text(f"{YAML.partition('  - name: teacher')[0]}")
+    split = [text for text in topology_problems(served).wrong if "worker_type" in text]
+    assert [text.split()[2] for text in split] == ["prefill", "decode"]
+
+
 def test_prefill_num_servers_is_short_for_two_groups() -> None:
     (model,) = plan_engines(flags(prefill_num_servers=1, rollout_num_gpus=6))
     assert [(g.worker_type, list(g.engine_slots)) for g in model.groups] == [("prefill", [0]), ("decode", [2, 4])]

@@ -142,9 +142,6 @@ def plan_in(directory: Path) -> dict[str, Any] | None:
     return saved.get("lora")
 
 
-_NO_PLAN = LoraPlan(0, 0.0, {})
-
-
 # ---- what cannot work
 
 _UNPROVEN = {
@@ -353,10 +350,12 @@ def _given(args: Args, name: str) -> Any:
     return (vars(args).get("sglang_overrides") or {}).get(name)
 
 
-_ENGINE_FLAGS = {
+NOT_WITH_ADAPTERS = {
     "quantization": "engines would compute the model's product in another type than the trainer's",
+    "load_format": "engines keep the base that they start with",
     "torchao_config": "engines would compute the model's product in another type than the trainer's",
     "enable_dp_attention": "an engine whose ranks have different requests is not proven with adapters",
+    "tokenizer_worker_num": "one process of an engine has to know which version is served",
     "pp_size": "an engine of several pipeline stages is not proven with adapters",
     "speculative_algorithm": "drafts would come from the model without the adapter",
     "lora_target_modules": "the run gives them, as of --lora-target-modules",
@@ -366,6 +365,15 @@ _ENGINE_FLAGS = {
     "experts_shared_outer_loras": "each expert of the trainer has an A and a B of its own",
 }
 """ServerArgs field -> why it does not go with adapters that engines serve."""
+
+
+def adapters_exclude(name: str, value: Any) -> bool:
+    """Whether engines with this value of a ServerArgs field cannot serve adapters."""
+    is_named = value == "dummy" if name == "load_format" else name in NOT_WITH_ADAPTERS
+    usual = (1,) if name in ("pp_size", "tokenizer_worker_num") else ()
+    return bool(is_named and value not in (None, False, *usual))
+
+
 _RUN_FLAGS = {
     "rollout_external_engine_addrs": "engines that the run did not start do not give requests the newest version",
     "prefill_num_servers": "one answer comes from two engines, which could serve two versions",
@@ -410,23 +418,16 @@ SERVED: tuple[Check, ...] = (
         ),
     ),
     Rule(
-        lambda a: (_given(a, "tokenizer_worker_num") or 1) > 1,
-        lambda a: (
-            f"--sglang-tokenizer-worker-num {_given(a, 'tokenizer_worker_num')} does not go with --lora-serve "
-            "adapter: one process of an engine has to know which version is served; leave it out."
-        ),
-    ),
-    Rule(
         lambda a: a.elastic_rollout and not a.update_weight_disk_dir,
         "--elastic-rollout with --lora-serve adapter: engines that join from other hosts read adapters from files; "
         "give --update-weight-disk-dir, a directory that all hosts share, or --lora-serve merged.",
     ),
     for_each(
-        lambda a: _ENGINE_FLAGS,
-        lambda a, name: _given(a, name) not in (None, False) and (name, _given(a, name)) != ("pp_size", 1),
+        lambda a: NOT_WITH_ADAPTERS,
+        lambda a, name: adapters_exclude(name, _given(a, name)),
         lambda a, name: (
             f"--sglang-{name.replace('_', '-')} {_given(a, name)} does not go with --lora-serve adapter: "
-            f"{_ENGINE_FLAGS[name]}; leave it out, or give --lora-serve merged."
+            f"{NOT_WITH_ADAPTERS[name]}; leave it out, or give --lora-serve merged."
         ),
     ),
     for_each(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.config.args import Args
+from slime.config.megatron.lora_plan import NOT_WITH_ADAPTERS, adapters_exclude, served_plan
 from slime.config.problems import Problems
 from slime.config.sglang.served_models import quantization_problems, shape_problems
 from slime.config.sglang.sglang_config import SglangConfig, WorkerType, read_topology
@@ -170,7 +171,24 @@ def topology_problems(args: Args) -> Problems:
         problems.unsupported += _cpu_problems(args, models)
     problems.wrong += _node_problems(args, models)
     problems.wrong += _stage_problems(args, models)
+    if served_plan(args) is not None:
+        problems.wrong += _adapter_problems(args, models)
     return problems
+
+
+def _adapter_problems(args: Args, models: list[ModelPlan]) -> Iterator[str]:
+    """What --sglang-config asks of engines that serve adapters; flags are judged with --lora-serve."""
+    for model in models:
+        for group in model.groups if model.update_weights else ():
+            own = {n: value for n, value in group.settings.items() if value != args.sglang_overrides.get(n)}
+            wrong = {f"{n} {own[n]}": NOT_WITH_ADAPTERS[n] for n in own if adapters_exclude(n, own[n])}
+            if group.worker_type in ("prefill", "decode") and not args.prefill_num_servers:
+                wrong[f"worker_type {group.worker_type}"] = "two engines make one answer, maybe of two versions"
+            for what, why in wrong.items():
+                yield (
+                    f"--sglang-config: {what} of model {model.name} does not go with --lora-serve adapter: {why}; "
+                    "leave it out, or give --lora-serve merged."
+                )
 
 
 def _reward_problems(args: Args, config: SglangConfig | None) -> Problems:
