@@ -49,7 +49,8 @@ def write_data(args: argparse.Namespace) -> dict[str, int]:
     shown = ({"messages": demonstration(hidden, rng)} for _ in range(args.num_demonstrations))
     counts = {"sft.jsonl": write_jsonl(args.output / "sft.jsonl", shown)}
     propose = {"prompt": [{"role": "user", "content": PROPOSE}]}
-    counts["train.jsonl"] = write_jsonl(args.output / "train.jsonl", [propose] * 16)
+    # A run evaluates after each pass over its prompts, too: there are enough for one.
+    counts["train.jsonl"] = write_jsonl(args.output / "train.jsonl", [propose] * 4096)
     rows = ({"prompt": [{"role": "user", "content": number + QUESTION}], "label": number[::-1]} for number in held_out)
     counts["eval.jsonl"] = write_jsonl(args.output / "eval.jsonl", rows)
     dataset: dict[str, Any] = {"name": "backwards", "path": str(args.output / "eval.jsonl")}

@@ -89,7 +89,7 @@ def test_a_setting_that_cannot_be_is_refused_before_the_run(settings, said):
 
 def test_no_problem_is_trained_on_and_no_held_out_one_is_demonstrated(tmp_path):
     counts = make_data.write_data(data_parser(None).parse_args([f"--output={tmp_path}", "--num-demonstrations=4000"]))
-    assert counts == {"sft.jsonl": 4000, "train.jsonl": 16, "eval.jsonl": NUM_EVAL}
+    assert counts == {"sft.jsonl": 4000, "train.jsonl": 4096, "eval.jsonl": NUM_EVAL}
     assert set((tmp_path / "train.jsonl").read_text().split("\n")) == {
         json.dumps({"prompt": [{"role": "user", "content": "Set a problem."}]}),
         "",
