@@ -14,6 +14,7 @@ import pytest
 from slime.backends.sglang_utils import join
 from slime.backends.sglang_utils.external import ExternalEngineInfo
 from slime.backends.sglang_utils.join import DRAINING, GONE, JOINED, REFUSED, SERVING, Guest, GuestBook, JoinRequest
+from slime.backends.sglang_utils.server_control import Worker
 from slime.ray.rollout import joins as module
 from slime.ray.rollout.joins import EngineJoins
 from slime.utils.errors import UsageError
@@ -183,3 +184,111 @@ def test_a_run_that_gives_no_answer_is_named(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(UsageError, match="has the run ended"):
         join.visit(options)
     assert [path.name for path in GuestBook(tmp_path).folder.iterdir()] == ["run.json"], "it leaves nothing behind"
+
+
+class FakeRay:
+    """Stands for Ray, and for the engine that is started on a node: tests say what the nodes and the engine do.
+
+    A placement group is its number; the one of the run's own engines is 0.
+    """
+
+    def __init__(self) -> None:
+        self.util = self
+        self.free, self.draining, self.has_places, self.is_up = 1.0, dict[str, int](), True, True
+        self.placements: list[int] = []
+        self.ended: list[int] = []
+        self.launched = 0
+
+    # ---- Ray
+
+    def available_resources(self) -> dict[str, float]:
+        return {"slime_slot": self.free}
+
+    def placement_group(self, bundles: Any, strategy: str) -> Any:
+        self.placements.append(len(self.placements) + len(self.ended) + 1)
+        can_place, self.free = self.free > 0 and not self.draining, 0.0
+        return SimpleNamespace(number=self.placements[-1], wait=lambda timeout_seconds: can_place)
+
+    def remove_placement_group(self, placement: Any) -> None:
+        self.placements.remove(placement.number)
+        self.ended.append(placement.number)
+        self.free = 1.0
+
+    def placement_group_table(self, placement: Any) -> dict[str, Any]:
+        state = "CREATED" if self.has_places or placement != 0 else "RESCHEDULING"
+        return {"state": state, "bundles_to_node_id": {0: "new"}}
+
+    def nodes(self) -> list[dict[str, str]]:
+        return [{"NodeID": "new", "NodeManagerAddress": "10.0.0.9"}]
+
+    def wait(self, refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return (refs, []) if self.is_up else ([], refs)
+
+    def get_draining_nodes(self) -> dict[str, int]:
+        return self.draining
+
+    # ---- the engine
+
+    def launch(self) -> list[str]:
+        self.launched += 1
+        return ["starting"]
+
+    def shutdown(self) -> None:
+        self.launched -= 1
+
+
+@pytest.fixture
+def nodes(joins: EngineJoins, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setattr(module, "ray", fake)
+    monkeypatch.setattr(module, "ray_state", fake)
+    monkeypatch.setattr(module, "get", lambda *_: Worker("http://new:1"))
+    monkeypatch.setattr(joins, "_slots", [SimpleNamespace(group=0)])
+    monkeypatch.setattr(joins, "_group", lambda *_: fake)
+    monkeypatch.setattr(joins._args, "accelerator", "cpu", raising=False)
+    kind = SimpleNamespace(takes_weights=True, num_gpus_per_engine=1)
+    monkeypatch.setattr(joins._model, "groups", [(kind, "own")])
+    return fake
+
+
+def test_an_engine_on_a_new_node_leaves_when_ray_drains_it_and_ends_with_its_last_request(
+    joins: EngineJoins, places: Places, nodes: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joins.tick()
+    assert nodes.launched == 1 and places.waits == {}
+    joins.tick()
+    assert places.waits == {"http://new:1": True}
+    places.waits["http://new:1"] = False
+    nodes.draining = {"new": 0}
+    busy = iter([False, False, True])
+    monkeypatch.setattr(module, "_is_idle", lambda _: next(busy))
+    for _ in range(2):
+        joins.tick()
+        assert places.waits == {} and nodes.launched == 1, "no more requests; those that it has go on"
+    joins.tick()
+    assert nodes.launched == 0 and nodes.placements == []
+    joins.tick()
+    assert nodes.launched == 0, "the slot that is free now is on the node that goes"
+
+
+def test_an_engine_that_starts_on_a_node_that_is_drained_never_joins(
+    joins: EngineJoins, places: Places, nodes: FakeRay
+) -> None:
+    nodes.is_up = False
+    joins.tick()
+    nodes.draining = {"new": 0}
+    joins.tick()
+    assert nodes.launched == 0 and places.waits == {} and nodes.placements == []
+
+
+def test_an_engine_on_a_slot_that_the_runs_own_places_need_leaves(
+    joins: EngineJoins, places: Places, nodes: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joins.tick()
+    joins.tick()
+    nodes.has_places = False
+    monkeypatch.setattr(module, "_is_idle", lambda _: True)
+    joins.tick()
+    assert nodes.launched == 0 and places.waits == {} and nodes.free == 1.0
+    joins.tick()
+    assert nodes.launched == 0, "the room is not taken again before they are back"
