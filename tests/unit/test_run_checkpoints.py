@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import fsspec
 import pytest
 
-from slime.checkpoints.paths import TRACKER_FILE, state_path
+from slime.checkpoints import remote
+from slime.checkpoints.paths import TRACKER_FILE, iteration_dir, state_path
 from slime.checkpoints.remote import Uploads
 from slime.config.args import Args
 from slime.ray import checkpoints
+from slime.ray.checkpoints import Checkpoints
 from slime.ray.utils import ActorFailure
 
 NOTHING = Uploads(Args(save=None, save_hf=None, push_to_hub=None, remote_urls={}))
@@ -84,3 +87,50 @@ def test_trainers_are_not_copied_behind_a_rollout_whose_data_source_found_no_roo
     made, *_ = checkpoints_of_full_disk(monkeypatch, tmp_path)
     assert made.has_state_for_copy(0) and not made.has_state_for_copy(1)
     assert "the states of rollout 1 are not copied: the data source's state found no room" in caplog.text
+
+
+class Writers(FakeTrainers):
+    """Trainers that write the files of a checkpoint, at once or when they are to finish one."""
+
+    def __init__(self, root, *, is_async):
+        super().__init__()
+        self.root, self.is_async = root, is_async
+
+    def save_model(self, rollout_id):
+        super().save_model(rollout_id)
+        if not self.is_async:
+            self.finish_save()
+
+    def save_is_written(self):
+        return True
+
+    def finish_save(self):
+        directory = iteration_dir(self.root, self.saved[-1])
+        directory.mkdir(parents=True)
+        (directory / "manifest.json").write_text(str(self.saved[-1]))
+        (self.root / TRACKER_FILE).write_text(str(self.saved[-1]))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_checkpoint_is_sent_once_it_is_complete(monkeypatch, tmp_path, is_async):
+    monkeypatch.setattr(checkpoints, "get", lambda ref, *_: ref)
+    turns = SimpleNamespace(to_trainer=lambda group: None)
+    there, url = fsspec.filesystem("memory"), f"memory://{tmp_path.name}/run"
+    uploads = Uploads(Args(save=str(tmp_path), save_hf=None, load=None, remote_urls={"save": url}))
+    settings = {"exports": False, "uploads": uploads, "needs_each": False, "log": [].append}
+    made, writers = Checkpoints(str(tmp_path), is_async=is_async, **settings), Writers(tmp_path, is_async=is_async)
+
+    def newest():
+        uploads.wait()
+        path = f"{url}/{TRACKER_FILE}"
+        return there.cat_file(path).decode() if there.exists(path) else None
+
+    made.save(0, [writers], turns, is_last=False)
+    assert newest() == (None if is_async else "0"), "one that is only begun is not sent"
+    made.finish([writers], turns, if_written=True)
+    assert newest() == "0"
+    made.save(1, [writers], turns, is_last=True)
+    assert newest() == "1"
+    monkeypatch.setattr(remote, "_place_of", lambda _: 1 / 0)
+    with pytest.raises(ActorFailure, match="the last checkpoint or export was not sent .ZeroDivisionError"):
+        made.save(2, [writers], turns, is_last=True)
