@@ -117,7 +117,7 @@ class Pictures:
 
 def width(ids: Sequence[int], images: Sequence[Picture]) -> int:
     """How many tokens a prompt has with all of each image."""
-    return len(ids) + sum(image.num_tokens - 1 for image in images)
+    return len(ids) + (sum(image.num_tokens - 1 for image in images) if images else 0)
 
 
 class Widened:

@@ -42,7 +42,7 @@ from slime.rollout.tool_calls import EnvError, ToolCall, ToolError, call_tool, p
 from slime.utils.errors import UsageError
 from slime.utils.mask_utils import TurnMarkers, find_turn_markers
 from slime.utils.misc import load_function
-from slime.utils.processing_utils import encode_text, render_chat
+from slime.utils.processing_utils import decode_ids, encode_text, render_chat
 from slime.utils.types import Sample
 
 __all__ = [
@@ -428,7 +428,7 @@ def turn_content(tokenizer: Any, tokens: Sequence[int], template_kwargs: dict[st
     what the generation prompt began for it (a family's "<think>"), so that the template recognises a thought.
     """
     markers = turn_markers(tokenizer, template_kwargs)
-    text = markers.prefill + str(tokenizer.decode(list(tokens), skip_special_tokens=False))
+    text = markers.prefill + decode_ids(tokenizer, list(tokens))
     for end in markers.ends:
         if text.endswith(end):
             return text.removesuffix(end)

@@ -321,6 +321,7 @@ def render_chat(
     Raises:
         UsageError: the tokenizer has no chat template, or the template refuses the messages.
     """
+    _remember_what_is_safe()
     if not tokenizer.chat_template:
         raise UsageError("--apply-chat-template: this tokenizer has no chat template; give prompts as plain text")
     text, error = attempt(  # templates are programs: jinja2 raises its own errors, and any other
@@ -336,11 +337,32 @@ def render_chat(
     return str(text)
 
 
+@functools.cache
+def _remember_what_is_safe() -> None:
+    """Have jinja's sandbox decide once for a type and a name, on which alone it depends: a quarter of a template."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
+
+    decide, decided = Sandbox.is_safe_attribute, dict[tuple[type, str], bool]()
+
+    def is_safe_attribute(self: Sandbox, obj: Any, attr: str, value: Any) -> bool:
+        if (type(obj), attr) not in decided:
+            decided[type(obj), attr] = decide(self, obj, attr, value)
+        return decided[type(obj), attr]
+
+    Sandbox.is_safe_attribute = is_safe_attribute  # type: ignore[method-assign]
+
+
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text that already holds its special tokens."""
     if (backend := _plain_backend(tokenizer)) is not None:  # 0.6 of the time: no offsets, no `BatchEncoding`
         return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def decode_ids(tokenizer: Any, ids: list[int]) -> str:
+    """The text of token ids, special tokens kept; in half the time where the tokenizer would do no more than that."""
+    is_plain = _is_plain(tokenizer.__class__) and not tokenizer.clean_up_tokenization_spaces
+    return str((tokenizer.backend_tokenizer if is_plain else tokenizer).decode(ids, skip_special_tokens=False))
 
 
 def _plain_backend(tokenizer: Any) -> Any:
@@ -359,8 +381,8 @@ def _is_plain(kind: type) -> bool:
         return False
     from transformers import PreTrainedTokenizerFast as Fast
 
-    is_fast = issubclass(kind, Fast)
-    return is_fast and all(getattr(kind, name) is getattr(Fast, name) for name in ("encode", "_encode_plus"))
+    names = ("encode", "_encode_plus", "decode", "_decode")
+    return issubclass(kind, Fast) and all(getattr(kind, name) is getattr(Fast, name) for name in names)
 
 
 def with_parts(

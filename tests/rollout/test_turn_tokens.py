@@ -8,7 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from slime.rollout.multi_turn import count_drift, next_turn_tokens, turn_content, turn_markers
-from slime.utils.processing_utils import encode_text, render_chat
+from slime.utils.errors import UsageError
+from slime.utils.processing_utils import decode_ids, encode_text, render_chat
 from slime.utils.types import Sample
 from tests.rollout.chat_tokenizers import SPECIAL, family_tokenizer
 from tools.make_tiny_model import build_tokenizer
@@ -234,3 +235,30 @@ def test_a_tokenizer_with_an_encode_of_its_own_or_a_limit_in_its_file_is_asked_i
     plain.backend_tokenizer.enable_truncation(2)
     plain.backend_tokenizer.enable_padding(length=50)
     assert encode_text(plain, "abc def") == expected, "transformers takes both off"
+
+
+@pytest.mark.parametrize("family", SPECIAL)
+def test_ids_are_decoded_as_their_tokenizer_does(family):
+    tokenizer = family_tokenizer(family)
+    ids = [*encode_text(tokenizer, written(family, " It 's 1512 , é!\n")), 10**5]  # the last is no token of it
+    assert decode_ids(tokenizer, ids) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_a_tokenizer_that_decodes_otherwise_is_asked_itself():
+    class Own(PreTrainedTokenizerFast):
+        def _decode(self, *args, **kwargs):
+            return "its own"
+
+    own = Own(tokenizer_object=family_tokenizer("qwen3").backend_tokenizer)
+    assert decode_ids(own, [1, 2]) == "its own"
+
+
+@pytest.mark.parametrize("template", ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}"])
+def test_a_template_may_never_do_what_the_sandbox_refuses(template):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=family_tokenizer("qwen3").backend_tokenizer)
+    tokenizer.chat_template = template
+    for _ in range(2):  # what is safe is remembered
+        with pytest.raises(UsageError, match="the chat template refuses the messages"):
+            render_chat(tokenizer, [QUESTION])
+    tokenizer.chat_template = "{{ messages[0].content.strip() }}"
+    assert render_chat(tokenizer, [QUESTION]) == QUESTION["content"]

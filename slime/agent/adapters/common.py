@@ -353,6 +353,8 @@ class BaseAdapter:
         )
 
     def _report_ignored(self, session: Session) -> None:
+        if not session.ignored:
+            return
         for name in session.ignored.keys() - self.ignored_fields.keys():
             self.logger.warning("%s: %r of a request has no effect: the run's sampling wins", self.log_prefix, name)
         self.ignored_fields.update(dict.fromkeys(session.ignored, 1))

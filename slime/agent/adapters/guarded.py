@@ -132,7 +132,8 @@ class Guarded(BaseAdapter):
         is_answered = False
         try:
             takes_images = self.sessions.pictures is not None
-            session.ignored.update(unserved(body, request[_INTAKE].new, takes_images=takes_images))
+            if kinds := unserved(body, request[_INTAKE].new, takes_images=takes_images):
+                session.ignored.update(kinds)
             answer = await super()._answer(request, body, sid, session)
             if answer.turn.is_forced and answer.turn.finish_reason == "stop" and not _calls(answer):
                 raise HttpError("the engine has not obeyed the grammar of tool_choice")

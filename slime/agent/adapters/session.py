@@ -213,7 +213,8 @@ def sampling_params(
     stops = next((body[key] for key in stop_keys if body.get(key)), None)
     if stops:
         params["stop"] = list(dict.fromkeys([*_texts(params.get("stop")), *_texts(stops)]))
-    session.ignored.update(key for key in _UNUSED_KEYS if body.get(key) not in _NEUTRAL)
+    if unused := [key for key in _UNUSED_KEYS if key in body and body[key] not in _NEUTRAL]:
+        session.ignored.update(unused)
     return params
 
 
@@ -313,8 +314,10 @@ def _payload(prompt_ids: Sequence[int], params: dict[str, Any], images: Sequence
 
 def _with_images(turn: TurnRecord, images: Sequence[Picture], num_tokens: int) -> TurnRecord:
     """A turn with its images; the engine must have seen as many prompt tokens as the trainer will."""
+    if not images:
+        return turn
     seen = (turn.meta_info or {}).get("prompt_tokens")
-    if images and seen != num_tokens:
+    if seen != num_tokens:
         sizes = ", ".join(f"{one.image.width} x {one.image.height} {one.num_tokens}" for one in images)
         raise HttpError(
             f"the engine saw {seen} prompt tokens; with the processor of --hf-checkpoint they are {num_tokens}, "

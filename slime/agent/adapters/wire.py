@@ -187,13 +187,12 @@ def check_shape(body: dict[str, Any], *, num_known: int = 0, takes_images: bool 
     for name in ("messages", "tools"):
         _check(body.get(name) is None or isinstance(body[name], list), name, body.get(name), "a list")
     for name in ("temperature", "top_p", "top_k"):
-        value = body.get(name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        _check(value is None or is_number, name, value, "a number")
+        if (value := body.get(name)) is not None:
+            _check(isinstance(value, int | float) and not isinstance(value, bool), name, value, "a number")
     for name in ("stop", "stop_sequences"):
-        value = body.get(name)
-        texts = value if isinstance(value, list) else [value]
-        _check(value is None or all(isinstance(text, str) for text in texts), name, value, "a text or a list of texts")
+        if (value := body.get(name)) is not None:
+            texts = value if isinstance(value, list) else [value]
+            _check(all(isinstance(text, str) for text in texts), name, value, "a text or a list of texts")
     _check(body.get("functions") is None, "functions", body.get("functions"), "left out: send tools")
     for index, tool in enumerate(() if num_known else body.get("tools") or ()):
         _check(isinstance(tool, dict), f"tools[{index}]", tool, "an object")

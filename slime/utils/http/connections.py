@@ -79,7 +79,7 @@ class Connections:
             ValueError: a header has a line break.
         """
         place, head = _target(url)
-        request = _request(head, body, headers)
+        request = _head(head, len(body), headers) + body
         async with asyncio.timeout(total_s), self._places:
             connection = self._take(place) or await self._open(*place)
             try:
@@ -144,7 +144,7 @@ class _Connection(asyncio.Protocol):
         keys: dict[str, Any] = {"payload_exception": aiohttp.ClientPayloadError, "read_until_eof": True}
         self._parser = HttpResponseParser(cast(Any, self), self._loop, _UNBOUNDED, auto_decompress=False, **keys)
         self._message, self._answer, self.is_reusable = None, self._loop.create_future(), False
-        self._transport.write(request)
+        self._transport.write(request)  # at once: two pieces are two system calls
         return await self._answer
 
     def data_received(self, data: bytes) -> None:
@@ -208,9 +208,8 @@ def _target(url: str) -> tuple[tuple[str, int], str]:
     return (parsed.host, parsed.port), head
 
 
-def _request(head: str, body: bytes, headers: dict[str, str]) -> bytes:
+def _head(begin: str, length: int, headers: dict[str, str]) -> bytes:
     lines = [f"{name}: {value}" for name, value in headers.items()]
     if any("\n" in line or "\r" in line for line in lines):
         raise ValueError(f"a header has a line break: {sorted(headers)}")
-    lines += [f"Content-Length: {len(body)}", "", ""]
-    return (head + "\r\n".join(lines)).encode() + body
+    return (begin + "\r\n".join([*lines, f"Content-Length: {length}", "", ""])).encode()
