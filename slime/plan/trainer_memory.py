@@ -422,16 +422,19 @@ class _Trainer:
         return _Passes(saved, head_size, forward, saved + max(head_size, working))
 
     def heads(self) -> tuple[HeadBytes, HeadBytes]:
-        """Of a train step, and of a pass without gradients, which always makes whole logits."""
+        """Of a train step, and of a pass without gradients, which makes whole logits with Megatron."""
         args, batch, chunk = self.args, self.batch, self.args.log_probs_chunk_size
         of_this = (self.shape, self.layout, self.compute)
         tokens, log_prob_tokens = batch.micro_batch_tokens, batch.log_prob_tokens
         responses = min(batch.micro_batch_response_tokens, tokens)
         log_prob_responses = min(batch.log_prob_response_tokens, log_prob_tokens)
-        forward_only = head_bytes(*of_this, HeadRows(log_prob_tokens, log_prob_responses, chunk, False))
+        without = HeadRows(log_prob_tokens, log_prob_responses, chunk, False)
         rows = HeadRows(tokens, responses, chunk, args.entropy_coef != 0)
-        is_deferred = args.recompute_loss_function and args.loss_type != "custom_loss"
-        return (deferred_head_bytes if is_deferred else head_bytes)(*of_this, rows), forward_only
+        head = head_without = head_bytes
+        if args.recompute_loss_function and args.loss_type != "custom_loss":
+            head = deferred_head_bytes
+            head_without = deferred_head_bytes if args.train_backend == "fsdp" else head_bytes
+        return head(*of_this, rows), head_without(*of_this, without)
 
 
 def _rollout_data(batch: BatchPlan, layout: ParallelLayout) -> int:
