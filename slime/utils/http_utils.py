@@ -1,9 +1,8 @@
 """The HTTP client, and small helpers about hosts and ports.
 
 One shared pool of connections per event loop, sized to the engines, because a rollout sends hundreds of small requests
-at once (`slime.utils.http.connections`; aiohttp's client has one as large for GET, TLS and streams); and one for
-control requests (those with a `timeout_s`), because an abort must not wait for a connection until one of the
-generations that it is to end has ended.
+at once; and one for control requests (those with a `timeout_s`), because an abort must not wait for a connection until
+one of the generations that it is to end has ended.
 
     4xx                                            fails at once with its body: asking again cannot help
     5xx, a lost or refused connection, half a JSON tried again with back-off, for `retry_window_s`
@@ -31,6 +30,7 @@ import subprocess
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -40,7 +40,6 @@ from slime.processes.progress import went_on
 from slime.utils.async_utils import AsyncLoopThread
 from slime.utils.errors import HttpError
 from slime.utils.http.api_keys import headers_for
-from slime.utils.http.connections import Answer, Connections, HttpLimits
 from slime.utils.http.network import OUTAGES, SLIME_HOST_IP_ENV, origin
 from slime.utils.misc import get_current_node_ip, get_free_port, is_port_available
 
@@ -75,6 +74,20 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class HttpLimits:
+    """Bounds of the client. `init_http_client` sets them; the defaults serve tools and tests."""
+
+    max_connections: int = 512
+    """Of `post` and `get` without a `timeout_s`; more requests wait."""
+    request_timeout_s: float = 14400.0
+    """One attempt without a `timeout_s`; a long generation is one request."""
+    connect_timeout_s: float = 30.0
+    retry_window_s: float = 60.0
+    """How long after its first failure a request is still retried."""
+    max_backoff_s: float = 5.0
+
+
 PostTransport = Callable[[str, bytes, "dict[str, str] | None", int], Awaitable[Any]]
 _Sessions = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bool, aiohttp.ClientSession]]
 _REASON_CHARS = 2000
@@ -96,8 +109,9 @@ class _Client:
         sessions = self._sessions.setdefault(asyncio.get_running_loop(), {})
         session = sessions.get(is_control)
         if session is None or session.closed:
+            # Below uvicorn's keep-alive of 5 s: a connection that the server is about to close is never reused.
             limit = 0 if is_control else self.limits.max_connections
-            connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=self.limits.keep_s)
+            connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=4.0)
             traces = [_kept_connections()] if is_control else None  # only control requests are sent once more
             session = aiohttp.ClientSession(connector=connector, timeout=self.timeout(None), trace_configs=traces)
             sessions[is_control] = session
@@ -115,7 +129,6 @@ class _Client:
         return last is None or now - last > _INCIDENT_GAP_S
 
     async def close(self) -> None:
-        Connections.close_those_of_loop()
         for session in self._sessions.pop(asyncio.get_running_loop(), {}).values():
             await session.close()
 
@@ -236,32 +249,20 @@ async def get(url: str, max_retries: int = 60, *, timeout_s: float | None = None
 
 
 async def _request(attempts: _Attempts, timeout_s: float | None, **content: Any) -> Any:
+    session, timeout = CLIENT.session(is_control=timeout_s is not None), CLIENT.timeout(timeout_s)
+    content |= {"trace_request_ctx": attempts, "allow_redirects": not attempts.is_sync}
     while True:
         attempts.is_kept = False
         try:
-            return attempts.value(*await _answer(attempts, timeout_s, content))
+            async with session.request(attempts.method, attempts.url, timeout=timeout, **content) as answer:
+                body = await answer.read()
+            return attempts.value(answer.status, answer.content_type, body)
         except (aiohttp.ClientError, TimeoutError, OSError, _TryAgain) as error:
             if attempts.may_repeat(error):
                 continue
             is_late = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
-            delay = attempts.next_delay(error, late_s=CLIENT.timeout(timeout_s).total if is_late else None)
+            delay = attempts.next_delay(error, late_s=timeout.total if is_late else None)
         await asyncio.sleep(delay)
-
-
-async def _answer(attempts: _Attempts, timeout_s: float | None, content: dict[str, Any]) -> Answer:
-    """The answer to one attempt: of engines over `Connections`, else by aiohttp's client."""
-    url = attempts.url
-    if timeout_s is None and attempts.method == "POST" and url.startswith("http://") and "@" not in url:
-        total_s = CLIENT.limits.request_timeout_s
-        answer = await Connections.of_loop(CLIENT.limits).post(
-            url, content["data"], content["headers"], total_s=total_s
-        )
-        if not 300 <= answer[0] < 400:  # a redirect is followed
-            return answer
-    session, timeout = CLIENT.session(is_control=timeout_s is not None), CLIENT.timeout(timeout_s)
-    content = {**content, "trace_request_ctx": attempts, "allow_redirects": not attempts.is_sync}
-    async with session.request(attempts.method, url, timeout=timeout, **content) as response:
-        return response.status, response.content_type, await response.read()
 
 
 async def stream_events(url: str, payload: Any, headers: dict[str, str] | None = None) -> AsyncIterator[Any]:

@@ -321,7 +321,6 @@ def render_chat(
     Raises:
         UsageError: the tokenizer has no chat template, or the template refuses the messages.
     """
-    _remember_what_is_safe()
     if not tokenizer.chat_template:
         raise UsageError("--apply-chat-template: this tokenizer has no chat template; give prompts as plain text")
     text, error = attempt(  # templates are programs: jinja2 raises its own errors, and any other
@@ -335,21 +334,6 @@ def render_chat(
     if error is not None:
         raise UsageError(f"the chat template refuses the messages {str(messages)[:300]}: {error}") from error
     return str(text)
-
-
-@functools.cache
-def _remember_what_is_safe() -> None:
-    """Have jinja's sandbox decide once for a type and a name, on which alone it depends: a quarter of a template."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
-
-    decide, decided = Sandbox.is_safe_attribute, dict[tuple[type, str], bool]()
-
-    def is_safe_attribute(self: Sandbox, obj: Any, attr: str, value: Any) -> bool:
-        if (type(obj), attr) not in decided:
-            decided[type(obj), attr] = decide(self, obj, attr, value)
-        return decided[type(obj), attr]
-
-    Sandbox.is_safe_attribute = is_safe_attribute  # type: ignore[method-assign]
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:

@@ -111,7 +111,7 @@ def test_a_request_that_misses_its_deadline_is_not_sent_again(server, ask):
 def test_a_dead_server_is_given_up_after_the_retry_window(monkeypatch):
     monkeypatch.setattr(http_utils.CLIENT.limits, "retry_window_s", 0.3)
     # The second failure comes at least 0.15 s after the first, the third 0.3 s after the second: it is the last.
-    with pytest.raises(HttpError, match="POST http://127.0.0.1:9/x failed [23] times .* ClientConnectionError"):
+    with pytest.raises(HttpError, match="POST http://127.0.0.1:9/x failed [23] times .* ClientConnectorError"):
         async_utils.run(post("http://127.0.0.1:9/x", {}))
 
 
