@@ -49,6 +49,8 @@ OURS = {
     "--fsdp-min-group-params": "FSDP2",
     "--freeze-vision-tower": "image training",
     "--max-image-tokens-per-gpu": "image training",
+    "--rm-batch-size": "reward services that take several samples in a request",
+    "--rm-concurrency": "how many requests a reward service has at a time",
     "--require-deepep": "an error for what is a warning",
     "--dashboard-host": "pages over the run",
     "--prometheus-port": "one scrape target for the whole run",
