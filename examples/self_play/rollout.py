@@ -141,7 +141,8 @@ generate.check_args = check_args  # type: ignore[attr-defined]
 def by_role(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
     """Return the rewards, and the same less the mean of those alike over their deviation.
 
-    Alike are the proposals of a group, and the answers to one problem: a hard problem is no fault of its solvers.
+    Two proposals are alike in the same group, two answers with the same problem. So a hard problem costs its solvers
+    nothing.
     """
     raw = [raw_reward(args, sample) for sample in samples]
 

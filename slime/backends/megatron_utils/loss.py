@@ -84,7 +84,7 @@ class DeferredLogits:
 
 
 Logits: TypeAlias = torch.Tensor | ResponseLogits | DeferredLogits
-"""Of a micro-batch: all of them [1, T, V/tp], those of responses, or what they are made of."""
+"""The logits of a micro-batch: all rows [1, T, V/tp], the rows of responses, or hidden states and the weight."""
 
 
 def get_log_probs_and_entropy(

@@ -206,7 +206,7 @@ _start_swiglu_forward, _start_swiglu_backward = Launcher(_swiglu_forward), Launc
 ELEMENTS = 4096
 """Elements that a program holds at a time, or one row where that is longer."""
 PROGRAMS = 3
-"""Of the backward kernel for each multiprocessor; each sums the weight's gradient over its rows."""
+"""Programs of the backward kernel for each multiprocessor. Each sums the weight's gradient over its rows."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool) -> torch.Tensor:
@@ -262,7 +262,7 @@ def _row_sizes(dim: int) -> tuple[tuple[int, int, int], int]:
 
 
 def _strides(rows: torch.Tensor) -> tuple[int, int, int]:
-    """Of a token, of a head, and heads of a token: constants of a model.
+    """Return the strides of a token and of a head, and the number of heads: constants of a model.
 
     A dimension of size 1 may have any stride, so it counts for nothing: [1, T, dim] are T tokens.
     """
@@ -275,7 +275,7 @@ def _strides(rows: torch.Tensor) -> tuple[int, int, int]:
 
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
-    """Of a GPU; triton's interpreter has none, and any number will do."""
+    """Count the multiprocessors of a GPU. Triton's interpreter has none, and any number works there."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 

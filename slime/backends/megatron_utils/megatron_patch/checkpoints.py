@@ -30,7 +30,7 @@ def read_data_alone() -> None:
     from torch.distributed.checkpoint.metadata import StorageMeta
 
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As upstream's, for the one file that a checkpoint of all ranks has."""
+        """Read the metadata of a checkpoint as plain data; all its ranks share one file."""
         metadata = read_metadata(Path(self.path))
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
@@ -38,7 +38,7 @@ def read_data_alone() -> None:
         return metadata
 
     def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
-        """As upstream's, for an object that is plain data."""
+        """Load an object between the tensors, if it is plain data."""
         name = read_item.dest_index.fqn
         try:
             loaded = torch.load(value, weights_only=True)
@@ -134,7 +134,7 @@ def write_in_process() -> None:
 
 
 def _save_common(strategy: Any, state: Any, directory: str | Path) -> None:
-    """As upstream's, through a file of Python's: torch's own does not say that a disk is full."""
+    """Save common.pt as upstream does, but to a Python file: torch's own writer does not report a full disk."""
     import torch
     from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
