@@ -121,8 +121,6 @@ def _section(protocol: type, attributes: list[str]) -> Iterator[str]:
     for attribute in attributes:
         given = f" ({option_of(attribute)})" if len(attributes) > 1 else ""
         yield f"- **Without it**{given}: {_without(attribute, fields[attribute].default)}."
-        if topic := fields[attribute].metadata["later"]:
-            yield f"- **Not supported yet** ({topic})."
     yield f"- **Path**: {_examples(protocol)}\n"
 
 

@@ -7,6 +7,7 @@ parser and the classification of flags that it is given, and knows no flag by it
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +36,8 @@ class FlagStatus:
     """What a flag does today.
 
     Attributes:
-        kind: "works", "no effect here" or "not supported ...".
-        why: the reason, or the work that will bring it.
+        kind: "works", "no effect here" or "not supported".
+        why: the reason.
     """
 
     kind: str
@@ -107,20 +108,15 @@ def _format(parser: Parser, groups: Iterable[argparse._ArgumentGroup], *, with_u
     return formatter.format_help()
 
 
-def unsupported_text(rows: Iterable[tuple[str, str]]) -> str:
-    """The table of `--list-unsupported`, by topic.
+def refusals_text(rows: Iterable[tuple[Sequence[str], str]]) -> str:
+    """The answer to `--list-unsupported`.
 
     Args:
-        rows: (flag, or flag and value; topic) of everything that is declared but not built.
+        rows: (options, why a run refuses them).
     """
-    by_topic: dict[str, list[str]] = {}
-    for flag, topic in rows:
-        by_topic.setdefault(topic, []).append(flag)
-    if not by_topic:
-        return "Every flag that is declared works.\n"
-    lines = ["Declared, planned by --dry-run, and refused by a run until the work on these topics is done:"]
-    for topic in sorted(by_topic):
-        lines += [f"\n{topic} ({len(by_topic[topic])})", *(f"  {flag}" for flag in by_topic[topic])]
+    lines = ["Every flag of slime works. A run refuses these flags of Megatron's:"]
+    for options, reason in rows:
+        lines += ["", textwrap.fill(", ".join(options), 110), textwrap.indent(textwrap.fill(reason, 106), "    ")]
     return "\n".join(lines) + "\n"
 
 

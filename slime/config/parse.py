@@ -31,8 +31,8 @@ from slime.config.megatron.arguments import (
     add_megatron_arguments,
     args_implied_by_hf,
     derive_megatron,
-    later_megatron_flags,
     megatron_flag_class,
+    megatron_refusals,
     megatron_warnings,
     model_args_from_hf,
     teacher_problems,
@@ -169,7 +169,7 @@ class CommandLine:
         if asked.completion:
             return ask.completion_script(self.parser, asked.completion)
         if asked.list_unsupported:
-            return ask.unsupported_text(self.unsupported())
+            return ask.refusals_text(megatron_refusals())
         if not asked.explain:
             return None
         checked = self.check(argv)
@@ -182,23 +182,11 @@ class CommandLine:
             explicit=checked.explicit,
         )
 
-    def unsupported(self) -> list[tuple[str, str]]:
-        """(flag, or flag and value; topic of the work that brings it) of everything declared but not built."""
-        return [*effect.unsupported_flags(_own_classes()), *later_megatron_flags().items()]
-
     def status_of(self, action: argparse.Action) -> ask.FlagStatus:
         """What a flag does today."""
-        own = {f.name: effect.topic_of(f) for flags_class in _own_classes() for f in dataclasses.fields(flags_class)}
-        if action.dest in own:
-            topic = own[action.dest]
-            return ask.FlagStatus("not supported yet", topic) if topic else ask.FlagStatus("works")
-        found = megatron_flag_class(action.option_strings[0])
-        if found is None or found[0] == "used":
-            return ask.FlagStatus("works", found[1] if found else "")
-        kind, why = found
-        if kind == "warned":
-            return ask.FlagStatus("no effect here", why)
-        return ask.FlagStatus(why) if why.startswith("not supported") else ask.FlagStatus("not supported", why)
+        kind, why = megatron_flag_class(action.option_strings[0]) or ("used", "")
+        kinds = {"used": "works", "warned": "no effect here"}
+        return ask.FlagStatus(kinds.get(kind, "not supported"), why)
 
     def check(self, argv: Sequence[str]) -> Checked:
         """Parse, derive and validate one command line (without the program's name); starts nothing."""
@@ -290,7 +278,6 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
     problems.environment += hf_problems
     _derive(args, explicit, problems, hf_config)
     problems.extend(effect.collect(args, explicit, fields))
-    problems.unsupported += effect.unsupported_uses(args, explicit, fields)
     if not args.debug_rollout_only:  # no trainers
         _check_trainers(args.replace(load=given_load), explicit, problems, hf_config, by_role, fields)
     if not args.debug_train_only:

@@ -36,7 +36,6 @@ def flag(
     at_least: float | None = None,
     at_most: float | None = None,
     needs: str | Sequence[str] = (),
-    later: str | None = None,
 ) -> Any:
     """One flag, as a dataclass field.
 
@@ -51,7 +50,6 @@ def flag(
         at_least, at_most: smallest and largest value that makes sense.
         needs: attributes of which one must be set for this flag to have an effect; "attribute=value": must be that;
             "attribute.fact": its value must name a row of a table of which that is true.
-        later: topic of the work that will build what the flag asks for. Until then only its default is accepted.
     """
     metadata = {
         "help": help,
@@ -63,7 +61,6 @@ def flag(
         "at_least": at_least,
         "at_most": at_most,
         "needs": (needs,) if isinstance(needs, str) else tuple(needs),
-        "later": later,
     }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)

@@ -50,7 +50,7 @@ def test_v2_sampling_parameters_are_in_range(check: Check, changes: str, sentenc
 def test_v2_the_policy_loss_does_not_know_top_k_for_now(check: Check) -> None:
     problems = check("--rollout-top-k 5").problems
     assert problems.wrong == []
-    has(problems.unsupported, "--rollout-top-k 5 is not supported yet with --loss-type policy_loss (algorithms)")
+    has(problems.unsupported, "--rollout-top-k 5 is not supported with --loss-type policy_loss")
 
 
 def test_v2_a_nucleus_is_not_compared_with_whole_distributions(check: Check) -> None:

@@ -1,14 +1,12 @@
-"""Questions about the command line: help of a group, explanation of a flag, the unsupported list, shell completion."""
+"""Questions about the command line: help of a group, explanation of a flag, the list of refusals, shell completion."""
 
 from __future__ import annotations
 
 import re
 import subprocess
-from typing import Any
 
 import pytest
 
-from slime.config.ask import FlagStatus, explanation, unsupported_text
 from slime.config.parse import CommandLine
 from slime.config.parser import HERE
 from slime.utils.errors import UsageError
@@ -53,12 +51,8 @@ def test_a_flag_is_explained_with_its_value_on_this_line(command_line: CommandLi
     assert "on this line: 4 (given)" in answer(command_line, "--explain rollout_batch_size --rollout-batch-size 4")
 
 
-def test_an_explanation_says_what_is_not_built_and_what_a_flag_was_called(command_line: CommandLine) -> None:
-    action = next(a for a in command_line.parser._actions if a.dest == "lora_rank")
-    later: dict[str, Any] = {"status_of": lambda _: FlagStatus("not supported yet", "LoRA"), "values": {}}
-    later |= {"older_names": {}, "explicit": frozenset()}
-    text = explanation(command_line.parser, action.option_strings[0], **later)
-    assert "status: not supported yet (LoRA)" in " ".join(text.split())
+def test_an_explanation_says_what_is_refused_and_what_a_flag_was_called(command_line: CommandLine) -> None:
+    assert "status: not supported (use --num-rollout 0" in answer(command_line, "--explain skip-train")
     assert "status: works" in answer(command_line, "--explain lora-rank")
     assert answer(command_line, "--explain prompt-key").startswith("--input-key")
 
@@ -95,10 +89,13 @@ def test_every_name_of_another_trainer_leads_to_flags_that_exist(command_line: C
         assert flags and set(flags) <= known.keys(), name
 
 
-def test_what_is_not_built_is_listed_with_the_work_that_brings_it(command_line: CommandLine) -> None:
-    text = unsupported_text([("--b", "z"), ("--a", "LoRA"), ("--c x", "LoRA")])
-    assert text.endswith("is done:\n\nLoRA (2)\n  --a\n  --c x\n\nz (1)\n  --b\n")
-    assert answer(command_line, "--list-unsupported") == "Every flag that is declared works."
+def test_what_a_run_refuses_is_listed_with_the_reason(command_line: CommandLine) -> None:
+    refused = answer(command_line, "--list-unsupported")
+    assert "--skip-train use --num-rollout 0" in refused and "--normalization LayerNorm no family of" in refused
+    named = re.findall(r"--[a-z0-9-]+", refused)
+    assert len(named) > 100 and not [name for name in named if name.startswith("--lora")]
+    problems = command_line.check(["--skip-train"]).problems.all()
+    assert any(sentence.startswith("--skip-train is not supported: use --num-rollout 0") for sentence in problems)
 
 
 def test_bash_completes_flags_and_choices_behind_an_interpreter(command_line: CommandLine) -> None:

@@ -46,7 +46,7 @@ WRONG = {
     "--rollout-temperature 0": "--rollout-temperature 0.0 must be > 0",
     "--rollout-top-p 0.9 --use-tis": "--rollout-top-p 0.9 and --use-tis exclude each other",
     "--rollout-top-p 0.9 --use-rollout-logprobs": "0.9 and --use-rollout-logprobs exclude each other",
-    "--rollout-top-k 5": "--rollout-top-k 5 is not supported yet",
+    "--rollout-top-k 5": "--rollout-top-k 5 is not supported",
     "--log-probs-chunk-size 0": "--log-probs-chunk-size 0 must be -1 (one chunk) or at least 1",
     "--make-vocab-size-divisible-by 0": "--make-vocab-size-divisible-by 0 must be at least 1",
     "--weight-decay -1": "--weight-decay -1.0 must be at least 0",

@@ -253,7 +253,7 @@ class AskFlags:
         needs="dry_run",
     )
     explain: str | None = flag(None, "say what a flag is, whether it works, and its value on this command line")
-    list_unsupported: bool = flag(False, "list the flags that are declared but not built yet")
+    list_unsupported: bool = flag(False, "list the flags of Megatron's that a run refuses, with the reason")
     completion: str | None = flag(
         None, 'print a completion script: eval "$(python train.py --completion bash)"', choices=("bash", "zsh", "tcsh")
     )

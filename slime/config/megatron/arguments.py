@@ -21,8 +21,8 @@ from slime.config.megatron import value_checks
 from slime.config.megatron.config_flags import add_config_flags
 from slime.config.megatron.derived import derive_megatron, model_sizes, without_deepep
 from slime.config.megatron.flag_classes import (
-    later_megatron_flags,
     megatron_flag_class,
+    megatron_refusals,
     megatron_warnings,
     option_of,
     refused_flags,
@@ -57,9 +57,9 @@ __all__ = [
     "args_implied_by_hf",
     "derive_megatron",
     "kernel_problems",
-    "later_megatron_flags",
     "megatron_flag_class",
     "megatron_problems",
+    "megatron_refusals",
     "megatron_warnings",
     "model_args_from_hf",
     "model_differences",

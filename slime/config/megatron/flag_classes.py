@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from slime.config.args import Args
@@ -86,14 +86,18 @@ def megatron_flag_class(option: str) -> tuple[Kind, str] | None:
     for first, action in registered().items():
         if option in action.option_strings and first not in SLIMES:
             group = groups_by_option()[first]
-            later = f"not supported yet ({group.later})" if group.later else ""
-            return group.kind, ": ".join(text for text in (later, group.reason) if text)
+            return group.kind, group.reason
     return None
 
 
-def later_megatron_flags() -> dict[str, str]:
-    """option -> topic of the work that brings it, in the order of the table."""
-    return {option: group.later for option, group in groups_by_option().items() if group.later}
+def megatron_refusals() -> Iterator[tuple[Sequence[str], str]]:
+    """Yield (options, or one with a value; why a run refuses them), in the order of the tables."""
+    for group in TABLE:
+        if group.kind in ("refused", "planned"):
+            yield group.options.split(), group.reason
+    for option, reasons in REFUSED_VALUES.items():
+        for value, reason in reasons.items():
+            yield [f"{option} {value}"], reason
 
 
 def megatron_warnings(args: Args, explicit: Collection[str]) -> list[str]:
@@ -125,28 +129,25 @@ def refused_flags(args: Args, derived: Collection[str] = (), *, kind: Kind = "re
         derived: attributes that were not given but derived; they are left alone.
         kind: "refused", or "planned" for those that only a run refuses.
     """
-    found: dict[tuple[str, str | None], list[str]] = {}
+    found: dict[str, list[str]] = {}
     for option, action in registered().items():
         group, value = groups_by_option().get(option), vars(args).get(action.dest, action.default)
         if group is None or value == action.default or (group.kind == "refused" and action.dest in derived):
             continue
         if group.kind == kind and value not in SAME_AS_DEFAULT.get(option, ()):
-            found.setdefault((group.reason, group.later), []).append(_shown(option, value))
+            found.setdefault(group.reason, []).append(_shown(option, value))
         elif kind == "refused" and not isinstance(value, list) and value in REFUSED_VALUES.get(option, {}):
-            found.setdefault((REFUSED_VALUES[option][value], None), []).append(_shown(option, value))
-    return [_refusal(options, reason, later) for (reason, later), options in found.items()]
+            found.setdefault(REFUSED_VALUES[option][value], []).append(_shown(option, value))
+    return [
+        f"{', '.join(options)} {'is' if len(options) == 1 else 'are'} not supported: {reason}; leave "
+        f"{'it' if len(options) == 1 else 'them'} out."
+        for reason, options in found.items()
+    ]
 
 
 def _shown(option: str, value: Any) -> str:
     text = "" if isinstance(value, bool) else f" {value}"
     return option + (text if len(text) <= 40 else text[:36] + " ...")
-
-
-def _refusal(options: list[str], reason: str, later: str | None) -> str:
-    verb = "is" if len(options) == 1 else "are"
-    if later is None:
-        return f"{', '.join(options)} {verb} not supported: {reason}; leave {'it' if verb == 'is' else 'them'} out."
-    return f"{', '.join(options)} {verb} not supported yet ({later}){': ' + reason if reason else ''}."
 
 
 def fields_without_effect() -> frozenset[str]:

@@ -2,9 +2,8 @@
 
 `used`: it has an effect on what is built today. `warned`: it is accepted, has no effect here, and one warning says
 so, unless it asks for what is so anyway. `planned`: a dry run names it as missing, and a run is refused. `refused`:
-another value than the default stops a run, with the reason or the topic of the later work that brings it. Options that
-slime's own dataclasses define (SLIMES) are not classified here; refused values are in flag_classes.py, rules between
-options in arguments.py and layout_checks.py.
+another value than the default stops a run, with the reason. Options that slime's own dataclasses define (SLIMES) are
+not classified here; refused values are in flag_classes.py, rules between options in arguments.py and layout_checks.py.
 """
 
 from __future__ import annotations
@@ -21,13 +20,11 @@ class Group(NamedTuple):
         kind: see above.
         options: option strings, separated by white space.
         reason: of a warning or a refusal, as the end of a sentence.
-        later: topic of the work that brings a refused option.
     """
 
     kind: Kind
     options: str
     reason: str = ""
-    later: str | None = None
 
 
 SLIMES = ["--mtp-num-layers", "--mtp-loss-scaling-factor", "--calculate-per-token-loss", "--lr", "--clip-grad"]

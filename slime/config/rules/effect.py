@@ -1,7 +1,7 @@
-"""All rules together; which given flags have no effect or are not built yet; numbers out of their range.
+"""All rules together; which given flags have no effect; numbers out of their range.
 
-What a single flag needs is said where it is declared (`needs=`, `later=`, `at_least=` of `parser.flag`); `POINTLESS`
-has the modes that switch a group of flags off. A debug mode is added to a command line that was written for a whole
+What a single flag needs is said where it is declared (`needs=`, `at_least=` of `parser.flag`); `POINTLESS` has
+the modes that switch a group of flags off. A debug mode is added to a command line that was written for a whole
 run, so what it leaves without effect is no error there: `without_effect` names it for a warning. Rules are rows of
 tables in the other modules; files, ports and hooks are judged in files.py and hooks.py.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -241,27 +241,6 @@ def without_effect(args: Args, explicit: Iterable[str]) -> Iterable[str]:
             yield f"{mode}, so these flags have no effect: {' '.join(map(plain_option, names))}."
     if args.num_epoch is not None and not args.eval_only and {"num_rollout", "num_epoch"} <= set(given):
         yield f"--num-epoch {args.num_epoch} has no effect: --num-rollout {args.num_rollout} says how long to train."
-
-
-def unsupported_flags(flags_classes: Iterable[type]) -> Iterator[tuple[str, str]]:
-    """(flag, topic) of everything that is declared but not built, in the order of `--help`."""
-    for field in (field for flags_class in flags_classes for field in dataclasses.fields(flags_class)):
-        if field.metadata["later"]:
-            yield option_name(field), field.metadata["later"]
-
-
-def topic_of(field: dataclasses.Field[Any]) -> str | None:
-    """The work that will build a flag; None where it works."""
-    topic: str | None = field.metadata["later"]
-    return topic
-
-
-def unsupported_uses(args: Args, explicit: set[str], fields: Fields) -> Iterator[str]:
-    """One sentence for each flag that was given a value which is not built yet."""
-    for field in fields:
-        later = field.metadata["later"]
-        if later and field.name in explicit and vars(args)[field.name] != default_of(field):
-            yield f"{option_name(field)} is not supported yet ({later}); leave it out."
 
 
 CHECKS: tuple[Check, ...] = (

@@ -307,7 +307,8 @@ LOSS_CHECKS: tuple[Check, ...] = (
 UNSUPPORTED: tuple[Check, ...] = (
     Rule(  # rollout sampling must be the distribution whose log-probs the trainer computes
         lambda a: a.loss_type == "policy_loss" and a.rollout_top_k != -1,
-        "--rollout-top-k {rollout_top_k} is not supported yet with --loss-type policy_loss (algorithms); use -1.",
+        "--rollout-top-k {rollout_top_k} is not supported with --loss-type policy_loss: the trainer computes "
+        "log-probs of all tokens, not of the k that are sampled from; use -1, or --rollout-top-p.",
     ),
 )
 
