@@ -135,6 +135,18 @@ FAMILIES: dict[str, tuple[MetricRow, ...]] = {
             ("rollout/correct_<metric>", "the metric `rollout/<metric>` of the samples with a reward of 1"),
             ("rollout/prefix_cache_hit_rate", "prompt tokens that engines found in their prefix cache", "share"),
             ("rollout/avg_cached_tokens_per_sample", "prompt tokens that came from the prefix cache", "tokens"),
+            ("rollout/spec_accept_rate", "drafted tokens that the engine accepted, of those it checked", "share"),
+            (
+                "rollout/spec_accept_length",
+                "tokens that a verification of drafts gives: those accepted and one more",
+                "tokens",
+                "above break-even",
+            ),
+            (
+                "rollout/spec_accept_rate_pos_<k>",
+                "share of the verifications that accepted k drafted tokens or more",
+                "share",
+            ),
             ("rollout/overlong_penalty", "mean penalty for long responses (--overlong-buffer-len)", "", "near 0"),
             ("rollout/overlong_ratio", "share of the responses that got that penalty", "share", "below 0.25"),
             ("passrate/pass@<k>", "chance that one of k samples of a prompt has reward 1, unbiased", "share", "rises"),

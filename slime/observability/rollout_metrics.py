@@ -110,7 +110,7 @@ def compute_metrics_from_samples(args: Args, samples: Sequence[Sample]) -> dict[
     metrics = sample_metrics(samples) | end_reasons(samples) | zero_std_counts(args, known) | of_sources(args, known)
     if samples:
         metrics["untrusted_reward"] = _mean([not sample.reward_is_trusted for sample in samples])
-    metrics |= reward_parts(args, known)
+    metrics |= reward_parts(args, known) | draft_metrics(samples)
     if args.overlong_buffer_len is not None:
         metrics |= overlong_metrics(overlong_penalties(args, known))
     if args.log_reward_category:
@@ -223,6 +223,27 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
             "avg_cached_tokens_per_sample": cached / len(samples),
         }
     return metrics
+
+
+def draft_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Acceptance of drafted tokens (speculative decoding), pooled over the samples; nothing where none were verified.
+
+    Returns:
+        `spec_accept_rate` (accepted / drafted tokens), `spec_accept_length` (tokens that a verification gives on
+        average: those accepted and the one sampled behind them), `spec_accept_rate_pos_k` (share of the verifications
+        that accepted k drafted tokens or more, for each depth k that any of them reached).
+    """
+    pooled = Sample.SpecInfo()
+    for sample in samples:
+        pooled.include(sample.spec_info)
+    if not pooled.spec_verify_ct:
+        return {}
+    # SpecInfo.spec_accept_length also counts each prompt's first token, which no verification gives: too much for
+    # short responses, so it says nothing of break-even.
+    length = 1 + pooled.spec_accept_token_num / pooled.spec_verify_ct
+    metrics = {"spec_accept_rate": pooled.spec_accept_rate, "spec_accept_length": length}
+    counts = pooled.spec_accept_counts
+    return metrics | {f"spec_accept_rate_pos_{k}": sum(counts[k:]) / sum(counts) for k in range(1, len(counts))}
 
 
 def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:

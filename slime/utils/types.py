@@ -5,12 +5,12 @@ A sample's methods keep its parallel lists consistent.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
-from slime.utils.misc import decode_int32_meta_array
+from slime.utils.misc import decode_int32_meta_array, deep_copied, with_attributes
 from slime.utils.rewards import part_of, parts_of
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from slime.config.args import Args
 
-T = TypeVar("T")
 RolloutBatch = dict[str, Any]  # the keys: slime.utils.train_data.RolloutBatch
 
 END_REASONS = ("done", "max_turns", "length", "budget", "env_error", "grader_error", "transport", "aborted")
@@ -32,18 +31,18 @@ _TOP_P_OFFSET_KEYS = ("top_p_token_offsets", "top_p_kept_token_offsets")
 class _Counters:
     """Numbers that are summed over the engine calls of one sample."""
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, Any]:
         """The counters by name."""
         return dict(self.__dict__)
 
     @classmethod
-    def from_dict(cls, data: dict[str, int]) -> Self:
+    def from_dict(cls, data: dict[str, Any]) -> Self:
         """Inverse of `to_dict`; unknown keys are dropped."""
         return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
 
     def copy(self) -> Self:
         """Counters of their own with the same values."""
-        return _with_attributes(type(self), self.__dict__.copy())
+        return with_attributes(type(self), self.__dict__.copy())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy()
@@ -51,12 +50,18 @@ class _Counters:
 
 @dataclass
 class SpecInfo(_Counters):
-    """Speculative-decoding counters of one sample, summed over its engine calls."""
+    """Speculative-decoding counters of one sample, summed over its engine calls.
+
+    A verification checks a few drafted tokens, accepts the first k of them, and samples one token more, which is not
+    counted as accepted; `spec_accept_counts` [1 + depth] says how many accepted exactly k. Tokens of the answers
+    include the first one of each, which no verification gives.
+    """
 
     spec_accept_token_num: int = 0
     spec_draft_token_num: int = 0
     spec_verify_ct: int = 0
     completion_token_num: int = 0
+    spec_accept_counts: list[int] = field(default_factory=list)  # copies share it, so it is replaced, never changed
 
     @property
     def spec_accept_rate(self) -> float:
@@ -65,15 +70,25 @@ class SpecInfo(_Counters):
 
     @property
     def spec_accept_length(self) -> float:
-        """Tokens gained per verification; 0 when nothing was verified."""
+        """Tokens of the answers per verification; 0 when nothing was verified."""
         return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
 
     def add(self, meta_info: dict[str, Any]) -> None:
-        """Add the counters of one engine answer."""
-        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
-        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
-        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
-        self.completion_token_num += meta_info.get("completion_tokens", 0)
+        """Add the counters of one engine answer, under the names of SGLang 0.5.17 or of older ones."""
+        accepted = meta_info.get("spec_num_correct_drafts", meta_info.get("spec_accept_token_num", 0))
+        drafted = meta_info.get("spec_num_proposed_drafts", meta_info.get("spec_draft_token_num", 0))
+        counts = list(meta_info.get("spec_correct_drafts_histogram", ()))
+        verified, tokens = meta_info.get("spec_verify_ct", 0), meta_info.get("completion_tokens", 0)
+        self.include(SpecInfo(accepted, drafted, verified, tokens, counts))
+
+    def include(self, other: SpecInfo) -> None:
+        """Add the counters of another sample."""
+        self.spec_accept_token_num += other.spec_accept_token_num
+        self.spec_draft_token_num += other.spec_draft_token_num
+        self.spec_verify_ct += other.spec_verify_ct
+        self.completion_token_num += other.completion_token_num
+        both = zip_longest(self.spec_accept_counts, other.spec_accept_counts, fillvalue=0)
+        self.spec_accept_counts = list(map(sum, both))
 
 
 @dataclass
@@ -113,7 +128,6 @@ _PrefixCacheInfo: TypeAlias = PrefixCacheInfo
 _SHARED = (str, int, float, type(None), Status)  # what copies of a sample may share: it cannot be changed
 _COPIED = (list, dict, _Counters)
 _OF_IMAGES = ("multimodal_inputs", "multimodal_train_inputs")  # large, and only read
-_PLAIN = frozenset({int, float, str, bool, type(None)})
 
 
 @dataclass
@@ -250,15 +264,15 @@ class Sample:
     def snapshot(self) -> Self:
         """The sample as it is now, with lists, dicts and counters of its own; what is in them is shared."""
         attributes = {key: value.copy() if isinstance(value, _COPIED) else value for key, value in vars(self).items()}
-        return _with_attributes(type(self), attributes)
+        return with_attributes(type(self), attributes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # As copy.deepcopy would, but at a fifth of its time: each sample of a rollout is copied from its prompt.
-        twin = _with_attributes(type(self), {})
+        twin = with_attributes(type(self), {})
         memo[id(self)] = twin
         for name, value in vars(self).items():
             is_shared = isinstance(value, _SHARED) or name in _OF_IMAGES
-            twin.__dict__[name] = value if is_shared else _deep_copy(value, memo)
+            twin.__dict__[name] = value if is_shared else deep_copied(value, memo)
         return twin
 
     def append_response_tokens(
@@ -380,21 +394,6 @@ class Sample:
                 f"routed_experts of {start + len(rows)} tokens for {num_tokens}: the last token was never an input"
             )
         return np.concatenate([np.asarray(self.rollout_routed_experts)[:start], rows]) if start else rows
-
-
-def _with_attributes(cls: type[T], attributes: dict[str, Any]) -> T:
-    """An object without a call of its `__init__`, which would take every value one by one."""
-    made = cls.__new__(cls)
-    made.__dict__ = attributes
-    return made
-
-
-def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """As copy.deepcopy; a list of numbers or texts, such as tokens, is copied whole, at a twentieth of its time."""
-    if type(value) is not list or id(value) in memo or not _PLAIN.issuperset(map(type, value)):
-        return copy.deepcopy(value, memo)
-    memo[id(value)] = value.copy()
-    return memo[id(value)]
 
 
 def _ints(meta_info: dict[str, Any], keys: Iterable[str]) -> list[int] | None:

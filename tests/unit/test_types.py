@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import json
 import pickle
 from argparse import Namespace
 
@@ -67,13 +68,24 @@ def test_the_finish_reason_sets_the_status(reason, status):
 
 
 def test_speculative_counters_add_up_only_with_speculative_decoding():
-    meta = {"finish_reason": {"type": "stop"}, "spec_accept_token_num": 3, "spec_draft_token_num": 6}
-    meta |= {"spec_verify_ct": 2, "completion_tokens": 5}
+    # As SGLang 0.5.17 counts: of 4 verifications, each of 3 drafted tokens, one accepted none, two 1, one 3.
+    meta = {"finish_reason": {"type": "stop"}, "spec_num_correct_drafts": 0 + 2 * 1 + 3, "spec_verify_ct": 4}
+    meta |= {"spec_num_proposed_drafts": 4 * 3, "spec_correct_drafts_histogram": [1, 2, 0, 1], "completion_tokens": 10}
     on, off = Sample(), Sample()
-    on.append_response_tokens(Namespace(sglang_speculative_algorithm="EAGLE"), meta_info=meta)
+    for _ in range(2):
+        before = on.spec_info.copy()
+        on.append_response_tokens(Namespace(sglang_speculative_algorithm="EAGLE"), meta_info=meta)
     off.append_response_tokens(ARGS, meta_info=meta)
-    assert (on.spec_info.spec_accept_rate, on.spec_info.spec_accept_length) == (3 / 6, 5 / 2)
-    assert (off.spec_info.spec_accept_rate, off.spec_info.spec_accept_length) == (0.0, 0.0)
+    assert (on.spec_info.spec_accept_rate, on.spec_info.spec_accept_length) == (5 / 12, 10 / 4)
+    assert (before.spec_accept_counts, on.spec_info.spec_accept_counts) == ([1, 2, 0, 1], [2, 4, 0, 2])
+    assert Sample.SpecInfo.from_dict(json.loads(json.dumps(on.spec_info.to_dict()))) == on.spec_info
+    assert off.spec_info == Sample.SpecInfo()
+
+
+def test_speculative_counters_of_older_engines_count_too():
+    info = Sample.SpecInfo()
+    info.add({"spec_accept_token_num": 3, "spec_draft_token_num": 6, "spec_verify_ct": 2, "completion_tokens": 5})
+    assert (info.spec_accept_rate, info.spec_accept_length, info.spec_accept_counts) == (3 / 6, 5 / 2, [])
 
 
 def test_top_p_spans_accumulate_and_tool_tokens_get_empty_ones():
