@@ -30,9 +30,14 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 async def heavy_tailed(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """`generate` with log-normal lengths, the same in every run: half are at most a sixteenth of the longest."""
-    longest = sampling_params["max_new_tokens"]
-    drawn = longest / 16 * random.Random(sample.index).lognormvariate(0.0, 1.2)
-    return await generate(args, sample, {**sampling_params, "max_new_tokens": max(1, min(longest, int(drawn)))})
+    length = drawn_length(sample.index, sampling_params["max_new_tokens"])
+    return await generate(args, sample, {**sampling_params, "max_new_tokens": length})
+
+
+def drawn_length(index: int, longest: int) -> int:
+    """The length of one sample."""
+    drawn = longest / 16 * random.Random(index).lognormvariate(0.0, 1.2)
+    return max(1, min(longest, int(drawn)))
 
 
 async def distinct_characters(args: Any, sample: Sample, **_: Any) -> float:

