@@ -115,11 +115,13 @@ def grpo_flags(
     return tuple(map(str, flags))
 
 
-def colocated(options: argparse.Namespace, *, tokens: int = 16384, engine_share: float = 0.5) -> list[Any]:
-    """Flags of trainer and engine on one GPU; on CPU those of a small run."""
+def colocated(
+    options: argparse.Namespace, *, tokens: int = 16384, engine_share: float = 0.5, sleeps: bool = True
+) -> list[Any]:
+    """Flags of trainer and engine on one GPU; on CPU those of a small run. The plan decides where `sleeps` is False."""
     if options.accelerator == "cpu":
         return ["--colocate", "--max-tokens-per-gpu", 4096]
-    share = ["--sglang-mem-fraction-static", engine_share]
+    share = ["--sglang-mem-fraction-static", engine_share, *["--offload-train"] * sleeps]
     return ["--colocate", "--max-tokens-per-gpu", tokens, *share, *shlex.split(options.engine_flags)]
 
 

@@ -6,7 +6,8 @@
 64 prompts x 8 samples of 512 tokens each, one update a step, trainer and engine taking turns on the GPU, weights
 synced after every step. Of a step's seconds (perf/step_time: from the end of one training to the end of the next) the
 rollout (perf/rollout_time) and the passes of the trainer (log-probs, reference, actor_train) are work; the rest is
-ours: offload, weight sync, data between processes, the driver. Target: median share of the rest at most 8%.
+ours: offload (none where trainer and engine fit together; `--extra-flags=--offload-train` measures it), weight sync,
+data between processes, the driver. Target: median share of the rest at most 8%.
 Medians over the steps after the second. The engine's and the loop's part of a rollout: benchmarks/gpu_rollout.py.
 """
 
@@ -69,7 +70,7 @@ def main() -> None:
 def step_run(model: str, options: Namespace, *, steps: int = STEPS) -> Run:
     """The run of a model; benchmarks/gpu_weight_sync.py reads the same one."""
     prompts, samples, response = (4, 4, 16) if options.tiny else (64, 8, 512)
-    more = colocated(options, tokens=32768, engine_share=ENGINE_SHARE.get(model, 0.5))
+    more = colocated(options, tokens=32768, engine_share=ENGINE_SHARE.get(model, 0.5), sleeps=False)
     return Run(
         f"step-{model}",
         model,

@@ -19,7 +19,7 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,7 +34,7 @@ from slime.config.rules.run_dirs import line_to_go_on
 from slime.models.families import family_of_config
 from slime.observability.logging_utils import configure_logger
 from slime.plan import EngineKind, Facts, HookReport, Plan, make_plan
-from slime.plan.fit import misfits
+from slime.plan.fit import ROOMY, misfits
 from slime.plan.layout import EngineGroup, slot_layout
 from slime.plan.times import DEFAULT_GPU, DEVICES, Device, cpu_device, device_of_gpu
 from slime.plan.tower import Tower
@@ -84,7 +84,7 @@ def drive(
         checked = _checked(command_line, check, warn)
         if checked.args.dry_run:
             return _plan(checked, command_line)
-        args = accept(checked)
+        args = settle_turns(accept(checked), checked.explicit)
         check_plan(args)
         train(args)
     except UsageError as error:
@@ -205,6 +205,41 @@ def check_plan(args: Args) -> None:
         logger.warning("%s%s", sentence, assumed)
 
 
+def settle_turns(args: Args, explicit: Collection[str]) -> Args:
+    """Keep a trainer on the GPU that it shares with engines where the plan has room for it while they generate.
+
+    Leaving and coming back costs every step two copies of the trainer's state. Only a plan for the GPUs of this
+    machine decides, and only where no flag does; engines still release their memory for the training.
+
+    Args:
+        args: of the run.
+        explicit: the attributes whose flags were given.
+
+    Returns:
+        the args, with `offload_train` off where the trainer stays.
+    """
+    is_open = args.colocate and args.offload_train and args.offload_rollout and not args.use_critic
+    if not is_open or {"offload", "offload_train"} & set(explicit) or not is_for_this_machine(args):
+        return args
+    stays = args.replace(
+        offload_train=False, disable_grad_buffers_cpu_backup=False, disable_param_buffers_cpu_backup=False
+    )
+    facts = measured_facts(stays)
+    fullest = max(make_plan(stays, facts).fit, key=lambda moment: moment.total, default=None)
+    if fullest is None or fullest.total > ROOMY * fullest.limit:
+        return args
+    if not all(kind.serves_policy for kind in facts.engines or ()):  # the plan counts the policy's engines alone
+        return args
+    logger.info(
+        "the trainer stays on its GPU while engines generate: %.1f of %.1f GB at most, while %s; --offload-train "
+        "makes it leave",
+        fullest.total / 1e9,
+        fullest.limit / 1e9,
+        fullest.when,
+    )
+    return stays
+
+
 def measured_facts(args: Args) -> Facts:
     """The device, the engines and the forms of weights of a command line; no data, no hooks."""
     return Facts(
@@ -275,9 +310,10 @@ def dry_run(checked: Checked) -> int:
     """
     from slime.plan.render import render  # with rich
 
-    args, problems = checked.args, checked.problems
+    problems = checked.problems
     if problems.wrong:
         raise UsageError(problems.all())
+    args = settle_turns(checked.args, checked.explicit)
     refused = list(dict.fromkeys([*problems.environment, *problems.unsupported]))
     plan = make_plan(args, gather_facts(args, refused, checked.warnings(), problems.lacking))
     if is_for_this_machine(args) and not args.ignore_plan:

@@ -374,7 +374,8 @@ def test_the_asynchronous_driver_refuses_trainers_that_end_while_engines_generat
 @pytest.fixture
 def parsed(monkeypatch, tmp_path):
     flags = {"save": None, "eval_only": False, "debug_rollout_only": False, "wandb_key": "a secret"}
-    checked = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path), dry_run=False, **flags))
+    flags["colocate"] = False
+    checked = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path), dry_run=False, **flags), explicit=())
     monkeypatch.setattr(
         driver, "CommandLine", lambda: SimpleNamespace(answer=lambda argv: None, check=lambda argv: checked)
     )

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from slime.config.args import Args
 from slime.plan import Facts, make_plan
-from slime.plan.times import cpu_device
+from slime.plan.times import DEVICES, cpu_device
 from slime.ray import driver
 from slime.ray.driver import check_plan, dry_run, find_device
 from slime.utils.errors import UsageError
@@ -82,6 +83,43 @@ def test_a_gpu_that_is_only_assumed_refuses_nothing(monkeypatch, caplog):
     monkeypatch.setattr(driver, "find_device", lambda *_: device)
     with pytest.raises(UsageError, match=r"trainer GPU takes \d+\.\d GB while training .* and has 80.0 GB"):
         check_plan(args)
+
+
+@pytest.mark.parametrize(
+    ("changes", "explicit", "stays"),
+    [
+        ({}, (), True),
+        ({}, ("offload_train",), False),
+        ({}, ("offload",), False),
+        ({"use_critic": True}, (), False),
+        ({"offload_rollout": False}, (), False),
+        ({"sglang_overrides": {}}, (), False),  # SGLang would take 88%
+        ({"sglang_overrides": {"mem_fraction_static": 0.8}}, (), False),
+        ({"plan_device": "h100-80gb"}, (), False),  # not the GPU of this machine
+    ],
+)
+def test_a_colocated_trainer_stays_where_the_plan_has_room_and_no_flag_says_otherwise(
+    monkeypatch, caplog, changes, explicit, stays
+):
+    """0.6 B parameters in bf16 with fp32 masters take 18 bytes each, 11 GB of 80, and the engine half of them."""
+    size = {"num_layers": 28, "hidden_size": 1024, "ffn_hidden_size": 3072, "num_attention_heads": 16}
+    size |= {"num_query_groups": 8, "kv_channels": 128, "padded_vocab_size": 151936}
+    turns = {"colocate": True, "offload_train": True, "offload_rollout": True, "actor_num_gpus_per_node": 1}
+    flags = {
+        **CUDA,
+        **size,
+        **turns,
+        "rollout_num_gpus": 1,
+        "sglang_overrides": {"mem_fraction_static": 0.5},
+        **changes,
+    }
+    device = DEVICES["h100-80gb"]
+    monkeypatch.setattr(driver, "cuda_is_available", lambda: True)
+    monkeypatch.setattr(driver, "find_device", lambda *_: device)
+    with caplog.at_level(logging.INFO):
+        args = driver.settle_turns(Args.of(vars(run_args(**flags))), explicit)
+    assert args.offload_train is not stays
+    assert any("--offload-train makes it leave" in message for message in caplog.messages) is stays
 
 
 def test_the_prompts_that_are_there_count_where_the_assumed_ones_do_not_fit(has_memory, tmp_path: Path, monkeypatch):

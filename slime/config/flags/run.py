@@ -39,7 +39,9 @@ class ClusterFlags:
         "without this it is refused",
     )
     offload: bool = flag(False, "short for --offload-train --offload-rollout")
-    offload_train: bool | None = flag(None, "release the trainer's GPU memory while engines generate")
+    offload_train: bool | None = flag(
+        None, "release the trainer's GPU memory while engines generate; unset, where both do not fit"
+    )
     offload_rollout: bool | None = flag(None, "release the engines' GPU memory while the trainer works")
     distributed_backend: str | None = flag(
         None, "the trainer's collectives (default: nccl; with --accelerator cpu gloo)", choices=("nccl", "gloo")
