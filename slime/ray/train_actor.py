@@ -31,6 +31,7 @@ from slime.utils.errors import UsageError
 from slime.utils.http.api_keys import use_keys
 from slime.utils.http.network import SLIME_HOST_IP_ENV, out_of_reach
 from slime.utils.misc import load_function
+from slime.weights.transports import MEMORY
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +75,18 @@ class TrainRayActor(RayActor):
         start, is_first = time.monotonic(), "slime.backends.megatron_utils.actor" not in sys.modules
         megatron_patch.apply(self.args.accelerator)
         self._trainer_class()
+        if is_first and self._role == "actor" and not self.args.debug_train_only:
+            self._preload_sync()
         if is_first:
             logger.info("imported everything in %.1f s", time.monotonic() - start)
+
+    def _preload_sync(self) -> None:
+        """Import what the first weight sync needs, and start the process that it asks whether CUDA IPC works."""
+        from slime.backends.megatron_utils.update_weight import way_of
+
+        if self.args.accelerator == "cuda" and way_of(self.args, colocated=self.args.colocate) is MEMORY:
+            weight_transfer.start_opener()
+        weight_transfer.preload()
 
     def _trainer_class(self) -> Callable[..., Any]:
         """The class of this rank's trainer; importing it takes long."""
@@ -105,8 +116,6 @@ class TrainRayActor(RayActor):
         )
         with collect_warnings() as warnings:
             started = self._actor.init()
-        if self._role == "actor" and not self.args.debug_train_only:
-            weight_transfer.preload()  # where engines are still starting, nobody waits for it
         _settle()
         return {**started, "parallel_config": self._actor.parallel_config(), "warnings": warnings}
 

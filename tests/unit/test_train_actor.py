@@ -17,13 +17,22 @@ asked = []
 torch.cuda._lazy_init = lambda: asked.append(True)  # what every use of a GPU by torch begins with
 from slime.ray.train_actor import TrainRayActor
 assert "megatron" not in sys.modules
-actor = TrainRayActor(SimpleNamespace(accelerator=sys.argv[1], train_backend="megatron"), 0, 1, sys.argv[2])
+flags = {"train_backend": "megatron", "debug_train_only": False, "colocate": True, "lora_rank": 0}
+flags |= {"update_weight_transport": "nccl", "update_weight_mode": "full"}
+actor = TrainRayActor(SimpleNamespace(accelerator=sys.argv[1], **flags), 0, 1, sys.argv[2])
 actor.load()
 assert "slime.backends.megatron_utils.actor" in sys.modules
 assert not asked and not torch.cuda.is_initialized() and not torch.distributed.is_initialized()
 before = set(sys.modules)
 actor.load()
 assert set(sys.modules) == before
+from slime.backends.sglang_utils.weight_transfer import EXPECTED, NUM_BYTES, _openers, opened_elsewhere, serialize_flat
+assert len(_openers) == (sys.argv[1] == "cuda"), "it is started where the first sync hands CUDA memory over"
+if _openers:
+    for value, answer in ((EXPECTED, None), (EXPECTED + 1, "the memory that was opened holds something else")):
+        handles, kept = serialize_flat(torch.full((NUM_BYTES,), value, dtype=torch.uint8), [], 1)
+        assert opened_elsewhere(handles[0]) == answer
+    assert not _openers
 """
 
 

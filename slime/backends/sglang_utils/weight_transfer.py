@@ -39,6 +39,7 @@ __all__ = [
     "sample",
     "serialize_bucket",
     "serialize_flat",
+    "start_opener",
     "view_as",
 ]
 
@@ -302,23 +303,39 @@ def _prepare() -> None:
     monkey_patch_torch_reductions()
 
 
-def opened_elsewhere(handle: str) -> str | None:
-    """Open a handle to `NUM_BYTES` of `EXPECTED` in another process, as an engine does; returns why that failed."""
-    # The saver of GPU memory is not for this process; nothing of it is to be given up.
+_openers: list[subprocess.Popen[str]] = []
+"""Started ahead of `opened_elsewhere`."""
+
+
+def start_opener() -> None:
+    """Start the process that `opened_elsewhere` asks, which imports for half a minute on some machines. It takes no
+    GPU before it is asked, and ends with this process."""
+    # The saver of GPU memory is not for that process; nothing of it is to be given up.
     env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD" and not name.startswith("TMS_")}
     command = [sys.executable, "-m", "slime.backends.sglang_utils.weight_transfer"]
-    try:
-        done = subprocess.run(command, input=handle, env=env, capture_output=True, text=True, timeout=OPEN_DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        return f"another process did not open the memory within {OPEN_DEADLINE_S:.0f} s"
-    if done.returncode == 0:
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+    _openers.append(subprocess.Popen(command, env=env, text=True, stdin=pipe, stdout=nowhere, stderr=pipe))
+
+
+def opened_elsewhere(handle: str) -> str | None:
+    """Open a handle to `NUM_BYTES` of `EXPECTED` in another process, as an engine does; returns why that failed."""
+    if not _openers:
+        start_opener()
+    with _openers.pop() as opener:
+        try:
+            _, said = opener.communicate(handle, timeout=OPEN_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            opener.kill()
+            return f"another process did not open the memory within {OPEN_DEADLINE_S:.0f} s"
+    if opener.returncode == 0:
         return None
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    return lines[-1] if lines else f"exit code {done.returncode}"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit code {opener.returncode}"
 
 
 def main() -> None:
     """Open the handle on standard input and read its memory."""
+    preload()
     data = open_flat(sys.stdin.read().strip())
     if data.numel() != NUM_BYTES or not bool((data == EXPECTED).all()):
         raise SystemExit("the memory that was opened holds something else")

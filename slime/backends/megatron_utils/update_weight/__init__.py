@@ -10,7 +10,7 @@ from slime.backends.megatron_utils.update_weight.base import NoLinkError, Weight
 from slime.config.args import Args
 from slime.config.megatron.lora_plan import served_plan
 from slime.utils.misc import load_function
-from slime.weights.transports import ADAPTERS, transport_of
+from slime.weights.transports import ADAPTERS, WeightTransport, transport_of
 
 __all__ = [
     "NoLinkError",
@@ -96,6 +96,13 @@ def _over_files(updater: WeightUpdater, error: WeightSyncError) -> WeightUpdater
     return other
 
 
+def way_of(args: Args, *, colocated: bool) -> WeightTransport:
+    """Return the way in which this run's weights, or its adapters, get to engines."""
+    if served_plan(args):
+        return ADAPTERS
+    return transport_of(args.update_weight_transport, args.update_weight_mode, colocated=colocated)
+
+
 def build_weight_updater(args: Args, model: Any, *, colocated: bool) -> WeightUpdater:
     """The updater for this run's transport.
 
@@ -104,8 +111,6 @@ def build_weight_updater(args: Args, model: Any, *, colocated: bool) -> WeightUp
         model: this rank's Megatron model chunks, or the `WeightSource` of another backend.
         colocated: trainer and engines share their slots, so that memory can be handed over.
     """
-    way = transport_of(args.update_weight_transport, args.update_weight_mode, colocated=colocated)
     # Found by name: some of them reach SGLang's classes, which takes seconds to import.
-    make = load_function((ADAPTERS if served_plan(args) else way).updater)
-    updater: WeightUpdater = make(args, model)
+    updater: WeightUpdater = load_function(way_of(args, colocated=colocated).updater)(args, model)
     return updater
