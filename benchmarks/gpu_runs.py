@@ -38,10 +38,7 @@ from slime.processes.registry import registry  # noqa: E402
 
 WARM_UP = 2
 """Rollouts at the start of a run that do not count: kernels are compiled, memory is taken."""
-CUDA_ENGINE = (
-    "--sglang-attention-backend triton --sglang-sampling-backend pytorch --sglang-cuda-graph-max-bs-decode 512"
-)
-"""SGLang itself makes CUDA graphs for up to 256 requests at once; beyond that, launches would be the limit."""
+CUDA_ENGINE = "--sglang-attention-backend triton --sglang-sampling-backend pytorch"
 Series = dict[str, dict[float, float]]
 
 
@@ -118,7 +115,7 @@ def grpo_flags(
 def colocated(
     options: argparse.Namespace, *, tokens: int = 16384, engine_share: float = 0.5, sleeps: bool = True
 ) -> list[Any]:
-    """Flags of trainer and engine on one GPU; on CPU those of a small run. The plan decides where `sleeps` is False."""
+    """Flags of trainer and engine on one GPU; on CPU those of a small run. Unless it `sleeps`, the plan decides."""
     if options.accelerator == "cpu":
         return ["--colocate", "--max-tokens-per-gpu", 4096]
     share = ["--sglang-mem-fraction-static", engine_share, *["--offload-train"] * sleeps]

@@ -203,6 +203,17 @@ def check_plan(args: Args) -> None:
     assumed = "" if is_certain else f" (planned for {plan.device.name}, which is assumed)"
     for sentence in [*found.refused, *found.doubtful]:
         logger.warning("%s%s", sentence, assumed)
+    say_graphs(args, facts.engines or ())
+
+
+def say_graphs(args: Args, engines: Iterable[EngineKind]) -> None:
+    """Log for how many requests engines capture decode graphs, where slime chooses."""
+    from slime.backends.sglang_utils.server_args import graph_defaults
+
+    for kind in engines:
+        for sizes in graph_defaults(args, kind.settings).values():
+            name, listed = kind.group.name and f" ({kind.group.name})", " ".join(map(str, sizes))
+            logger.info("engines%s capture decode graphs, --sglang-cuda-graph-bs-decode %s", name, listed)
 
 
 def settle_turns(args: Args, explicit: Collection[str]) -> Args:

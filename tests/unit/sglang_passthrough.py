@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_standins
-from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args
+from slime.backends.sglang_utils.server_args import EnginePlace, EngineSpec, build_server_args, graph_defaults
 from slime.config.parser import Parser, add_flags, defaults_of, explicit_flags
 from slime.config.sglang import options
 from slime.config.sglang.engine_flags import SglangFlags, derive_sglang, explain_unknown
@@ -138,14 +138,17 @@ def check_server(ours: Ours) -> int:
     assert set(options.OWNED) <= set(plain), "an owned option no longer exists in SGLang"
     assert {name: plain[name] for name in options.READ_BY_SLIME} == options.READ_BY_SLIME
     without = ours.server_args([])
+    del without["cuda_graph_bs_decode"]  # it follows from other options: `graph_defaults`
     for name, action in (found := options_of(theirs, options.OWNED)):
         values = values_of(action, name)
         parsed = vars(theirs.parse_args(["--model-path", "m", name, *values]))
         prefix = (
             "--no-sglang-" if isinstance(action, argparse.BooleanOptionalAction) and "--no-" in name else "--sglang-"
         )
-        given = ours.server_args([prefix + name.removeprefix("--no-" if "no" in prefix else "--"), *values])
-        expected = {action.dest: parsed[action.dest]} if action.dest in names else {}
+        tokens = [prefix + name.removeprefix("--no-" if "no" in prefix else "--"), *values]
+        given, args = ours.server_args(tokens), ours.parse(tokens)
+        expected = graph_defaults(args, args.sglang_overrides)
+        expected |= {action.dest: parsed[action.dest]} if action.dest in names else {}
         expected |= FOLLOWS.get(action.dest, {})
         assert given == without | expected, (name, given)
         assert set(given) <= names, (name, set(given) - names)

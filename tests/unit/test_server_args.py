@@ -12,6 +12,7 @@ from slime.backends.sglang_utils.server_args import (
     EnginePlace,
     EngineSpec,
     build_server_args,
+    decode_graph_sizes,
     device_defaults,
     server_environment,
 )
@@ -21,6 +22,7 @@ from slime.config.sglang.options import OWNED
 def arguments(**changed: object) -> Namespace:
     values = {"accelerator": "cpu", "seed": 100, "trust_remote_code": False}
     values |= {"update_weights_in_flight": False, "use_rollout_routing_replay": False, "hf_checkpoint": "/models/m"}
+    values["sglang_server_concurrency"] = 512
     values["params_dtype"] = "float32" if changed.get("accelerator", "cpu") == "cpu" else "bfloat16"
     return Namespace(**(values | changed))
 
@@ -42,6 +44,34 @@ def test_an_engine_holds_the_trainers_weights_in_the_trainers_type() -> None:
     assert build(on_cuda)["dtype"] == "bfloat16"
     assert build(on_cuda, settings={"dtype": "float16"})["dtype"] == "float16"
     assert "dtype" not in build(on_cuda, takes_weights=False), "a frozen model is what its checkpoint says"
+
+
+@pytest.mark.parametrize(
+    ("settings", "largest"),
+    [
+        ({}, 512),  # --sglang-server-concurrency
+        ({"max_running_requests": 100}, 100),
+        ({"cuda_graph_max_bs_decode": 64}, 64),
+        ({"cuda_graph_bs_decode": [1, 7]}, None),
+        ({"disable_decode_cuda_graph": True}, None),
+        ({"speculative_algorithm": "EAGLE"}, None),
+    ],
+)
+def test_decode_graphs_reach_as_far_as_the_requests_of_an_engine_unless_flags_say(settings, largest) -> None:
+    found = build(arguments(accelerator="cuda"), settings=settings).get("cuda_graph_bs_decode")
+    if largest is None:
+        assert found == settings.get("cuda_graph_bs_decode")
+    else:
+        assert found is not None and found[0] == 1 and found[-1] == largest
+        assert all(small < large <= max(2 * small, 4) for small, large in zip(found, found[1:], strict=False))
+    assert "cuda_graph_bs_decode" not in build(settings={})  # an engine on a CPU has none
+    assert "cuda_graph_bs_decode" not in build(arguments(accelerator="cuda"), worker_type="prefill")
+
+
+def test_no_batch_of_128_requests_and_more_grows_by_over_a_quarter_for_its_graph() -> None:
+    sizes = decode_graph_sizes(512)
+    assert len(sizes) == 20 and sizes[-1] == 512
+    assert max(min(size for size in sizes if size >= batch) / batch for batch in range(128, 513)) < 1.25
 
 
 def test_what_slime_owns_cannot_be_overridden() -> None:

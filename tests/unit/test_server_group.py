@@ -181,6 +181,7 @@ def test_a_start_ends_when_the_ranks_of_another_node_do(
 
 def test_the_nodes_of_an_engine_get_the_same_arguments_but_for_where_they_are() -> None:
     args = Namespace(accelerator="cuda", seed=5, trust_remote_code=False, params_dtype="bfloat16")
+    args.sglang_server_concurrency = 512
     args.update_weights_in_flight = args.use_rollout_routing_replay = args.freeze_vision_tower = False
     spec = EngineSpec(3, "/models/m", num_gpus=16, first_slot=8, settings={"pp_size": 2})
     ports = {"nccl_port": 2, "bootstrap_port": 3, "dist_init_port": 4, "num_nodes": 2}

@@ -40,6 +40,16 @@ CPU_DEFAULTS: dict[str, Any] = {
 # sampling makes several float64 copies of [requests, vocabulary].
 MAX_RUNNING_REQUESTS = 512
 MAX_SAMPLED_LOGITS = 2**24
+DECODE_GRAPHS = (
+    "cuda_graph_bs_decode",
+    "cuda_graph_config",
+    "cuda_graph_backend_decode",
+    "disable_cuda_graph",
+    "disable_cuda_graph_padding",
+    "disable_decode_cuda_graph",
+    "speculative_algorithm",
+)
+"""What is given of these decides about decode graphs; drafts have sizes of their own."""
 CUDA_DEFAULTS: dict[str, Any] = {
     "log_level_http": "warning",  # one line a request otherwise
 }
@@ -109,7 +119,7 @@ def build_server_args(args: Args, spec: EngineSpec, place: EnginePlace) -> dict[
 
     Args:
         args: reads `accelerator`, `seed`, `trust_remote_code`, `update_weights_in_flight`,
-            `use_rollout_routing_replay`, `hf_checkpoint`, `params_dtype`.
+            `use_rollout_routing_replay`, `hf_checkpoint`, `params_dtype`, `sglang_server_concurrency`.
         spec: which engine.
         place: its ports.
     """
@@ -140,6 +150,8 @@ def build_server_args(args: Args, spec: EngineSpec, place: EnginePlace) -> dict[
     if place.num_nodes > 1 or spec.settings.get("enable_dp_attention"):
         owned["dist_init_addr"] = place.dist_init_addr
     defaults = device_defaults(args.accelerator, Path(spec.model_path))
+    if spec.worker_type in ("regular", "decode"):
+        defaults |= graph_defaults(args, spec.settings)
     if spec.takes_weights:
         # SGLang itself would take a checkpoint in fp32 for fp16, to which bf16 weights are rounded as they arrive.
         defaults.setdefault("dtype", args.params_dtype)
@@ -147,6 +159,40 @@ def build_server_args(args: Args, spec: EngineSpec, place: EnginePlace) -> dict[
         owned |= {"enable_lora": True, "lora_target_modules": list(adapters.target_modules)}
         defaults |= adapter_defaults(args, adapters)
     return defaults | dict(spec.settings) | owned
+
+
+def graph_defaults(args: Args, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of an engine's decode graphs, up to the requests that it may have at once, unless flags say otherwise.
+
+    SGLang captures 36 sizes up to 256 requests, about one a second, and decodes larger batches without a graph.
+
+    Args:
+        args: reads `accelerator`, `sglang_server_concurrency`.
+        settings: ServerArgs values that were asked for.
+    """
+    if args.accelerator == "cpu" or any(settings.get(name) for name in DECODE_GRAPHS):
+        return {}
+    most = settings.get("cuda_graph_max_bs_decode") or args.sglang_server_concurrency
+    most = min(most, settings.get("max_running_requests") or most)
+    return {"cuda_graph_bs_decode": decode_graph_sizes(most)}
+
+
+def decode_graph_sizes(most: int) -> list[int]:
+    """Numbers of requests to capture a decode graph for; a batch takes the next larger one.
+
+    From 8 on two sizes for each doubling: decoding waits for memory there, and rows that stand for no request cost
+    next to nothing. From 128 on four, where they cost matrix products.
+
+    Example:
+        >>> decode_graph_sizes(200)
+        [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 200]
+    """
+    sizes, size = [1, 2, 4], 8
+    while size < most:
+        parts = 2 if size < 128 else 4
+        sizes += [size * (parts + part) // parts for part in range(parts)]
+        size *= 2
+    return sorted({size for size in sizes if size < most} | {most})
 
 
 def adapter_defaults(args: Args, plan: LoraPlan) -> dict[str, Any]:
