@@ -42,7 +42,7 @@ class Interaction(Conversation):
     async def use_tools(self, text: str) -> list[dict[str, Any]]:
         """Let the environment answer a turn; no message where the episode ends, or it has failed."""
         sample, started = self.sample, time.monotonic()
-        if self.image_token is not None and sample.tokens[-1] == self.image_token:  # the model cannot go on from it
+        if self.ends_with_media:
             return []
         try:
             await asyncio.to_thread(self.env.reset, sample.metadata["round_number"] - 1)

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from slime.processes.wait import DaemonThreads
-from slime.rollout.sampling.images import image_token_id, read_prompt
+from slime.rollout.sampling.images import MediaTokens, read_prompt
 from slime.utils.errors import UsageError
 from slime.utils.processing_utils import ImageOptions, encode_image_for_rollout_engine, process_vision_info
 from slime.utils.types import Sample
@@ -56,7 +56,7 @@ class Pictures:
     def __init__(self, processor: Any, tokenizer: Any, options: ImageOptions) -> None:
         self._processor, self._tokenizer, self._options = processor, tokenizer, options
         self._open: WeakValueDictionary[str, Picture] = WeakValueDictionary()
-        self.token = image_token_id(processor)
+        self.media = MediaTokens.of(processor)
 
     async def take(self, held: dict[str, Picture], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Open the images of messages.
@@ -92,9 +92,9 @@ class Pictures:
 
     def _read(self, part: dict[str, Any]) -> Picture:
         [image] = process_vision_info([{"content": [part]}], self._processor, self._options)["images"]
-        prompt = read_prompt(self._processor, self._tokenizer, self._tokenizer.decode([self.token]), [image])
+        prompt = read_prompt(self._processor, self._tokenizer, self._tokenizer.decode([self.media.image]), [image])
         uri = encode_image_for_rollout_engine(image)
-        return Picture(image, uri, self.token, len(prompt.tokens), prompt.inputs or {})
+        return Picture(image, uri, self.media.image, len(prompt.tokens), prompt.inputs or {})
 
     def of_prompt(
         self, held: dict[str, Picture], messages: list[dict[str, Any]], ids: Sequence[int]
@@ -106,11 +106,10 @@ class Pictures:
         """
         contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
         found = tuple(held[part["image"]] for content in contents for part in content if part["type"] == "image")
-        if found and (count := ids[:].count(self.token)) != len(found):
-            word = self._tokenizer.decode([self.token])
+        if found and (problem := self.media.problem(ids[:], len(found))):
             raise UsageError(
-                f"the conversation has {count} tokens that stand for an image and {len(found)} images; a text holds "
-                f"{word!r}, which the model or a tool wrote, or the chat template leaves an image out"
+                f"the conversation has {problem}; a text holds one of {self.media.words(self._tokenizer)}, which the "
+                "model or a tool wrote, or the chat template leaves an image out"
             )
         return found
 

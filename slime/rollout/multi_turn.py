@@ -33,10 +33,9 @@ from slime.rollout.sampling.generation import generate as generate_once
 from slime.rollout.sampling.images import (
     AnsweredImages,
     collapsed,
-    image_token_id,
+    has_images,
     set_prompt,
     with_images,
-    with_stop,
 )
 from slime.rollout.tool_calls import EnvError, ToolCall, ToolError, call_tool, parse_tool_calls, tool_names
 from slime.utils.errors import UsageError
@@ -190,13 +189,18 @@ class Conversation:
             sample.metadata["tools"] = own + [s for s in servers.schemas if tool_names([s])[0] not in tool_names(own)]
         self.tools: list[dict[str, Any]] | None = sample.metadata.get("tools")
         self.images = AnsweredImages(GenerateState(args), args)
-        self.image_token = image_token_id(GenerateState(args).processor) if args.multimodal_keys else None
+        self.media = GenerateState(args).media if args.multimodal_keys or has_images(sample) else None
         self.template: dict[str, Any] = {"tools": self.tools, "template_kwargs": sample.apply_chat_template_kwargs}
 
     @property
     def messages(self) -> list[Message]:
         """Every message after the prompt; the list is never changed in place, because copies of a sample share it."""
         return list(self.sample.metadata["messages"])
+
+    @property
+    def ends_with_media(self) -> bool:
+        """Whether the model has ended its turn with a token of images, from which an engine cannot go on."""
+        return self.media is not None and self.sample.tokens[-1] in self.media.stops
 
     async def begin(self, messages: list[Message] | None = None) -> None:
         """Tokenise the prompt and the messages after it; a sample that has a response goes on where it stopped."""
@@ -218,8 +222,8 @@ class Conversation:
             metadata["turn_start"] = len(sample.tokens)
             metadata["round_number"] += 1
         sample.status = Status.PENDING
-        if self.image_token is not None:  # a tool may answer with an image later
-            sampling_params = with_stop(sampling_params, self.image_token)
+        if self.media is not None:  # a tool may answer with an image later
+            sampling_params = self.media.with_stops(sampling_params)
         await generate_once(self.args, sample, sampling_params, evaluation)
         written = sample.tokens[metadata["turn_start"] :]
         text = turn_content(self.tokenizer, written, sample.apply_chat_template_kwargs)
@@ -239,7 +243,7 @@ class Conversation:
             the messages of the tools; none where the turn calls nothing, or the environment failed.
         """
         calls = self.calls(text)
-        if not calls or self.sample.tokens[-1] == self.image_token:  # an engine could not go on from there
+        if not calls or self.ends_with_media:
             return []
         known = tool_names(self.tools)
         answers: list[Message] = []

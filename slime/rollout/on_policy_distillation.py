@@ -17,7 +17,8 @@ from typing import Any
 from slime.config.args import Args
 from slime.rollout.rm_hub.service import Service, ask, unusable
 from slime.rollout.sampling.engine_request import required_model_url
-from slime.rollout.sampling.images import ends_with_image_token, engine_ids, image_data
+from slime.rollout.sampling.generation import GenerateState
+from slime.rollout.sampling.images import engine_ids, image_data
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.http.api_keys import protect_service
 from slime.utils.types import Sample
@@ -44,7 +45,8 @@ async def _ask_teacher(args: Args, sample: Sample) -> float:
     if not sample.response_length:
         sample.teacher_log_probs = []
         return 0.0
-    if ends_with_image_token(sample):  # the teacher would wait for its image: the token is a word, and is not learnt
+    media = GenerateState(args).media if sample.image_spans else None
+    if media and media.end(sample):  # the teacher would wait for its image: the token is a word, and is not learnt
         told = copy.copy(sample)
         told.tokens, told.response_length = sample.tokens[:-1], sample.response_length - 1
         await _ask_teacher(args, told)
@@ -55,7 +57,7 @@ async def _ask_teacher(args: Args, sample: Sample) -> float:
     # From the last prompt token on: an engine gives no log-prob to the first token it is asked about.
     start = max(len(sample.tokens) - sample.response_length - 1, 0)
     payload = {
-        "input_ids": engine_ids(sample),
+        "input_ids": engine_ids(sample, media),
         "sampling_params": SAMPLING_PARAMS,
         "return_logprob": True,
         "logprob_start_len": start,

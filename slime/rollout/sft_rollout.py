@@ -11,7 +11,7 @@ from typing import Any
 from slime.config.args import Args
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.hooks.returns import draw_groups
-from slime.rollout.sampling.images import expand, has_images, image_token_id, read_prompt
+from slime.rollout.sampling.images import collapsed, expand, has_images, image_token_id, read_prompt
 from slime.utils.errors import UsageError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.misc import SingletonMeta
@@ -69,7 +69,7 @@ def tokenize_conversation(generator: MultiTurnLossMaskGenerator, sample: Sample,
     sample.tokens = token_ids
     sample.response_length = length
     sample.loss_mask = mask[-length:]
-    sample.response = generator.tokenizer.decode(token_ids[-length:])
+    sample.response = generator.tokenizer.decode(collapsed(sample, len(token_ids) - length))
     sample.reward = 0.0
     sample.status = Sample.Status.COMPLETED
 

@@ -28,6 +28,8 @@ from slime.rollout.sampling.engine_request import (
     engine_headers,
     engine_payload,
     router_url,
+    set_response_text,
+    settled,
 )
 from slime.rollout.sampling.generation import GenerateState, tokenize_prompt
 from slime.utils.errors import HttpError
@@ -78,10 +80,8 @@ async def generate_streaming(
             if is_new_incident(router_url(args)):
                 logger.warning("a stream broke off, its %d new tokens are kept and it goes on: %s", kept, error)
             await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (num_breaks - 1), _LONGEST_PAUSE_S))
-    if not is_one_call:  # a character may be split between two calls
-        response = sample.tokens[len(sample.tokens) - sample.response_length :]
-        skip = bool(sampling_params.get("skip_special_tokens"))
-        sample.response = state.tokenizer.decode(response, skip_special_tokens=skip)
+    if not is_one_call:
+        set_response_text(state.tokenizer, sample, sampling_params)
     return sample
 
 
@@ -95,7 +95,8 @@ async def _stream(args: Args, sample: Sample, params: dict[str, Any]) -> None:
     last: dict[str, Any] | None = None
     versions: list[str] = []
     params = {"stream_interval": -(-params["max_new_tokens"] // _MOST_EVENTS), **params}
-    payload = {**engine_payload(sample, params, with_routed_experts=args.use_rollout_routing_replay), "stream": True}
+    state = GenerateState(args)
+    payload = {**engine_payload(sample, params, state), "stream": True}
     try:
         async for event in stream_events(url, payload, headers=engine_headers(args, sample)):
             last = _checked(event)
@@ -104,7 +105,7 @@ async def _stream(args: Args, sample: Sample, params: dict[str, Any]) -> None:
             raise HttpError(f"POST {url} broke off: the stream ended before the response did")
     finally:
         if last is not None:
-            _keep(args, sample, last, versions)
+            _keep(args, sample, settled(last, payload["sampling_params"], state.tokenizer), versions)
 
 
 def _checked(event: Any) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.multi_turn import Conversation, converse
 from slime.rollout.on_policy_distillation import reward_func
 from slime.rollout.sampling.generation import GenerateState, generate, generate_and_rm_group
-from slime.rollout.sampling.images import ends_with_image_token
 from slime.rollout.tool_calls import ToolCall
 from slime.rollout.train_data import samples_to_train_data
 from slime.utils.http_utils import close_http_client
@@ -141,9 +140,8 @@ def test_a_response_that_is_gone_on_with_and_its_teacher_keep_the_tokens_of_imag
 ) -> None:
     args = run_args(engine, model, prompts, rollout_max_response_len=4, rollout_ignore_eos=False)
     samples = [group[0] for group in generated(args, 3)]
-    begun = [
-        sample for sample in samples if sample.status is Sample.Status.TRUNCATED and not ends_with_image_token(sample)
-    ]
+    media = GenerateState(args).media
+    begun = [sample for sample in samples if sample.status is Sample.Status.TRUNCATED and not media.end(sample)]
     assert begun, "all have ended by chance"
     before = [list(sample.tokens) for sample in begun]
     whole = samples[0]

@@ -64,6 +64,7 @@ def test_engine_and_trainer_agree_on_images_after_a_sync_of_a_trained_tower(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("backend", "family"), [("fsdp", "qwen3_vl"), ("megatron", "qwen2_5_vl")])
 def test_two_ranks_resume_half_done_responses_to_images(tmp_path: Path, backend: str, family: str) -> None:
     """The first run leaves responses that it began; a run that saves elsewhere ends them, with the same tokens."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 
 from slime.rollout.hooks.sample_errors import SampleError
+from slime.rollout.sampling.engine_request import settled
 from slime.rollout.sampling.generation import generate
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.train_data import response_loss_mask
 from slime.utils.types import Sample
+from tests.unit.rollout_fakes import LetterTokenizer
 
 Status = Sample.Status
 PARTIAL = {"partial_rollout": True, "over_sampling_batch_size": 3, "n_samples_per_prompt": 2}
@@ -51,6 +54,46 @@ def test_an_aborted_group_goes_on_in_the_next_rollout_with_fewer_new_tokens(two_
     assert [(len(r["input_ids"]), r["sampling_params"]["max_new_tokens"]) for r in resumed] == [(2 + 3, 20 - 3)] * 2
     assert sample.metadata["start_rollout_id"] == 0
     assert output.metrics["rollout/partial_rollout/resumed_samples"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("params", "text", "ends"),
+    [
+        ({}, "x", False),
+        ({"stop_token_ids": [102]}, "x", True),
+        ({"stop_token_ids": [100]}, "x", False),
+        ({"stop_token_ids": [102], "ignore_eos": True}, "x", False),
+        ({"stop": "x"}, "yx", True),
+        ({"stop": ["z", "yx"], "ignore_eos": True}, "yx", True),
+        ({"stop": ["y"]}, "yx", False),
+    ],
+)
+def test_an_abort_that_comes_with_the_end_of_a_response_is_that_end(params, text, ends):
+    """As SGLang answers where the abort and the last token meet in one step: it looks for the abort first."""
+    meta = {"finish_reason": {"type": "abort"}, "output_token_logprobs": [[-1.0, i, None] for i in (100, 101, 102)]}
+    output = {"text": text, "meta_info": meta}
+    for tokenizer, over in (
+        (LetterTokenizer(), ends),
+        (SimpleNamespace(eos_token_id=102), "ignore_eos" not in params),
+    ):
+        answer = settled(output, params, tokenizer)
+        expected = {"type": "stop", "matched": 102} if over or ends else {"type": "abort"}
+        assert answer["meta_info"] == meta | {"finish_reason": expected}
+    empty = {"meta_info": meta | {"output_token_logprobs": []}, "text": ""}
+    assert settled(empty, params | {"stop": ""}, LetterTokenizer()) is empty and settled("none", {}, None) == "none"
+
+
+def test_an_abort_that_comes_with_the_last_token_leaves_nothing_to_go_on_with(make, engine):
+    """Token 102 ends a response, and is the third of those that "pz" has when it is aborted."""
+    args, source = make("bcz", **PARTIAL, rollout_stop_token_ids=[102])
+    engine.held, engine.partial = {ord("z")}, 3
+    generate_rollout(args, 0, source)
+    [kept] = source.buffer
+    assert [(s.status, s.response_length) for s in kept] == [(Status.COMPLETED, 3)] * 2
+    engine.requests, args.over_sampling_batch_size = [], 1
+    args.rollout_batch_size = 1
+    generate_rollout(args, 1, source)
+    assert engine.requests == [], "it is only scored"
 
 
 def test_without_the_flag_nothing_of_the_answer_is_kept(two_rollouts):

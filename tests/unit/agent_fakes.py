@@ -59,6 +59,7 @@ class ScriptedEngine:
         self.failures: list[tuple[int, str]] = []
         self.finishes: list[str] = []
         self.meta: dict[str, Any] = {}
+        self.metas: list[dict[str, Any]] = []
         self.app = web.Application(client_max_size=2**26)
         self.app.router.add_post("/generate", self._generate)
         self.app.router.add_post("/abort_request", self._abort)
@@ -76,8 +77,9 @@ class ScriptedEngine:
         self.outputs.append(ids)
         finish = self.finishes.pop(0) if self.finishes else self.finish
         pairs = [[-(i + 1) / 8, token, None] for i, token in enumerate(ids)]
+        meta = self.metas.pop(0) if self.metas else self.meta
         return web.json_response(
-            {"meta_info": {**self.meta, "output_token_logprobs": pairs, "finish_reason": {"type": finish}}}
+            {"meta_info": {**meta, "output_token_logprobs": pairs, "finish_reason": {"type": finish}}}
         )
 
     async def _abort(self, request: web.Request) -> web.Response:

@@ -264,7 +264,9 @@ def test_the_shared_gateway_is_made_of_the_runs_flags(monkeypatch):
         connection.request("GET", "/healthz")
         assert json.loads(connection.getresponse().read()) == {"ok": True, "sessions": 0}
         assert server is same and server.url == f"http://127.0.0.2:{server.port}"
-        assert server.sessions.pictures is not None and server.sessions.pictures.token == Processor.image_token_id
+        assert (
+            server.sessions.pictures is not None and server.sessions.pictures.media.image == Processor.image_token_id
+        )
         assert not server.sessions.appends and server.keeps_aborted and not server.is_ending()
         state.aborted = True
         assert server.is_ending()

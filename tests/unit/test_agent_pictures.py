@@ -26,7 +26,7 @@ from tests.unit.agent_fakes import (
     send,
 )
 from tests.unit.rollout_fakes import rollout_args
-from tests.unit.test_image_prompts import IMAGE, Processor
+from tests.unit.test_image_prompts import IMAGE, MEDIA, VIDEO, Processor
 
 
 class PartsTokenizer(FakeTokenizer):
@@ -89,7 +89,7 @@ def test_images_of_both_protocols_reach_engine_and_trainer_alike() -> None:
     assert [(image.width, image.getpixel((0, 0))) for image in shown] == [(3, (255, 0, 0)), (2, (0, 0, 255))]
     assert sample.tokens == [ord(c) for c in "<user>seeIII<assistant>one<tool>II<assistant>two"]
     assert sample.image_spans == [[9, 3], [len("<user>seeIII<assistant>one<tool>"), 2]]
-    assert engine_ids(sample) == request["input_ids"] + engine.outputs[-1]
+    assert engine_ids(sample, MEDIA) == request["input_ids"] + engine.outputs[-1]
     assert sample.response == "one<tool>I<assistant>two" and sum(sample.loss_mask or ()) == len("onetwo")
     inputs = sample.multimodal_train_inputs or {}
     assert inputs["image_grid_thw"].tolist() == [[1, 4, 3], [1, 4, 2]]
@@ -119,6 +119,22 @@ def test_an_engine_that_saw_other_tokens_than_the_trainer_fails_the_turn() -> No
         assert server.end_reason(key) == "transport" and finish(server, key) == []
 
 
+def test_a_turn_with_an_image_that_the_engine_aborts_goes_on_and_is_one_answer() -> None:
+    """The first call is aborted before it is read, as one that waits is: SGLang names no number of prompt tokens."""
+    with seeing(["", "one ", "two"], keeps_aborted=True) as (server, engine):
+        key, length = opened(server), len("<user>III<assistant>")
+        meta = {"completion_tokens": 0}, {"prompt_tokens": length}, {"prompt_tokens": length + len("one ")}
+        engine.finishes, engine.metas = ["abort", "abort", "stop"], list(meta)
+        ask = [{"role": "user", "content": [image_of(uri(3))]}]
+        status, answer = send(server, CHAT, key, {"messages": ask})
+        assert status == 200 and answer["choices"][0]["message"]["content"] == "one two"
+        assert [len(request["image_data"]) for request in engine.requests] == [1, 1, 1]
+        assert engine.requests[2]["input_ids"] == engine.requests[0]["input_ids"] + engine.outputs[1]
+        [sample] = finish(server, key)
+        assert sample.image_spans == [[6, 3]] and sample.loss_mask == [1] * len("one two")
+        assert sample_problem(rollout_args(), sample) is None
+
+
 @pytest.mark.parametrize(
     ("block", "reason"),
     [
@@ -137,18 +153,26 @@ def test_an_image_that_cannot_be_shown_is_refused_before_the_engine_is_asked(blo
         assert status == 400 and reason in answer["error"]["message"] and engine.requests == []
 
 
-def test_a_conversation_ends_where_the_model_writes_the_token_of_images() -> None:
-    with seeing(["oI"]) as (server, engine):
+@pytest.mark.parametrize(
+    ("token", "reason"),
+    [
+        (IMAGE, "2 tokens that stand for an image and 1 images"),
+        (VIDEO, "1 images, and 1 that stand for a video or a sound"),
+    ],
+)
+def test_a_conversation_ends_where_the_model_writes_a_token_of_images_or_videos(token: int, reason: str) -> None:
+    written = f"o{chr(token)}"
+    with seeing([written]) as (server, engine):
         key = opened(server)
         ask = [{"role": "user", "content": [image_of(uri(2))]}]
         engine.meta = {"prompt_tokens": len("<user>II<assistant>")}
         assert send(server, CHAT, key, {"messages": ask})[0] == 200
-        assert engine.requests[0]["sampling_params"]["stop_token_ids"] == [IMAGE]
-        more = [*ask, {"role": "assistant", "content": "oI"}, {"role": "user", "content": "on"}]
+        assert engine.requests[0]["sampling_params"]["stop_token_ids"] == list(MEDIA.stops)
+        more = [*ask, {"role": "assistant", "content": written}, {"role": "user", "content": "on"}]
         status, answer = send(server, CHAT, key, {"messages": more})
-        assert status == 400 and "2 tokens that stand for an image and 1 images" in answer["error"]["message"]
+        assert status == 400 and reason in answer["error"]["message"]
         [sample] = finish(server, key)
-        assert sample.image_spans == [[6, 2]] and sample.tokens[-1] == IMAGE and sample.loss_mask == [1, 1]
+        assert sample.image_spans == [[6, 2]] and sample.tokens[-1] == token and sample.loss_mask == [1, 1]
 
 
 def test_all_tokens_of_images_count_for_the_context() -> None:

@@ -13,16 +13,18 @@ import torch
 from PIL import Image
 
 from slime.rollout import eval as evaluation
+from slime.rollout import on_policy_distillation
 from slime.rollout.hooks.returns import HookReturnError, check_train_data
 from slime.rollout.hooks.sample_errors import sample_problem, train_problem
+from slime.rollout.sampling.engine_request import check_count, engine_payload, set_response_text
 from slime.rollout.sampling.images import (
     AnsweredImages,
     ImagePrompt,
-    check_count,
+    MediaTokens,
+    collapsed,
     engine_ids,
     find_images,
     read_prompt,
-    with_image_stop,
 )
 from slime.rollout.sampling.scoring import fresh_copy
 from slime.rollout.tool_calls import EnvError
@@ -33,7 +35,8 @@ from slime.utils.train_data import flatten_columns, restore_columns
 from slime.utils.types import Sample
 from tests.unit.rollout_fakes import LetterTokenizer, rollout_args
 
-IMAGE = ord("I")
+IMAGE, VIDEO, OPENING = ord("I"), ord("V"), ord("(")
+MEDIA = MediaTokens(IMAGE, (VIDEO,), (OPENING,))
 
 
 def picture(width: int = 4) -> Any:
@@ -43,7 +46,8 @@ def picture(width: int = 4) -> Any:
 class Processor:
     """Of each image a token for every column of its pixels; `around` is written before an image."""
 
-    image_token_id = IMAGE
+    image_token_id, video_token_id = IMAGE, VIDEO
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"<|vision_start|>": OPENING})
 
     def __init__(self, around: str = "") -> None:
         self.around, self.image_processor = around, SimpleNamespace(merge_size=2)
@@ -83,7 +87,7 @@ def test_the_trainer_has_all_tokens_of_an_image_and_the_engine_one() -> None:
     assert prompt.spans == [[1, 4], [6, 1], [7, 2]], "neighbours are told apart by their sizes"
     assert prompt.inputs is not None and prompt.inputs.keys() == {"pixel_values", "image_grid_thw"}
     sample = Sample(tokens=[*prompt.tokens, 50], image_spans=prompt.spans, response_length=1)
-    assert engine_ids(sample) == [*(ord(c) for c in "aIbII"), 50]
+    assert engine_ids(sample, MEDIA) == [*(ord(c) for c in "aIbII"), 50]
     text = read_prompt(Processor(), LetterTokenizer(), "ab", [])
     assert text == ImagePrompt([ord("a"), ord("b")], [], None)
 
@@ -95,26 +99,69 @@ def test_a_prompt_has_as_many_places_as_images(text: str, images: int) -> None:
         read_prompt(Processor(), LetterTokenizer(), text, [picture()] * images)
 
 
+def test_a_prompt_with_images_has_no_place_for_a_video() -> None:
+    reason = r"1 images, and 1 that stand for a video or a sound; does its text.* hold one of \['I', 'V'\]"
+    with pytest.raises(UsageError, match=reason):
+        read_prompt(Processor(), LetterTokenizer(), "aIV", [picture()])
+    assert read_prompt(Processor(), LetterTokenizer(), "V", []).tokens == [VIDEO], "a word to a model of texts"
+
+
 def test_a_processor_that_writes_more_than_tokens_of_images_is_refused() -> None:
     with pytest.raises(UsageError, match="Processor makes other tokens of a prompt with images"):
         read_prompt(Processor(around="\n"), LetterTokenizer(), "aIb", [picture()])
 
 
-def test_a_response_ends_with_a_token_of_images_and_never_goes_on_from_one() -> None:
+def test_a_processor_says_which_tokens_are_no_words() -> None:
+    assert MediaTokens.of(Processor()) == MEDIA
+    heard = SimpleNamespace(image_token_id=3, audio_token_id=4, video_token_id=None)
+    assert MediaTokens.of(heard) == MediaTokens(3, (4,))
+    with pytest.raises(UsageError, match="SimpleNamespace does not name a token of images"):
+        MediaTokens.of(SimpleNamespace(video_token_id=4))
+
+
+def test_a_response_ends_with_a_token_of_images_or_videos_and_never_goes_on_from_one() -> None:
+    sample, state = a_sample(), SimpleNamespace(args=rollout_args(), media=MEDIA)
+    params = {"stop_token_ids": [7, VIDEO], "top_k": 1}
+    stopped = {"stop_token_ids": [7, VIDEO, IMAGE, OPENING], "top_k": 1}
+    assert engine_payload(sample, params, state)["sampling_params"] == stopped
+    text = engine_payload(Sample(tokens=[1, VIDEO]), params, SimpleNamespace(args=rollout_args()))
+    assert text["sampling_params"] is params and text["input_ids"] == [1, VIDEO]
+    for token, reason in [
+        (IMAGE, "2 tokens that stand for an image and 1 images"),
+        (VIDEO, "1 tokens that stand for an image and 1 images, and 1 that stand for a video"),
+    ]:
+        sample.tokens[-1] = token  # a word: it is trained, as the last token
+        assert MEDIA.end(sample) and sample_problem(rollout_args(), sample) is None
+        with pytest.raises(ValueError, match=f"sample 3 has {reason}.*Leave --rollout-ignore-eos out"):
+            engine_payload(sample, params, state)
+    assert not MEDIA.end(a_sample()) and not MEDIA.end(Sample(tokens=[1, IMAGE], response_length=1))
+
+
+def test_a_teacher_is_not_asked_about_a_last_token_of_videos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is all that is made up: an engine refuses the token, so that what it is asked is what counts."""
+    asked: list[dict[str, Any]] = []
+
+    async def answer(service: Any, payload: dict[str, Any], sample: Sample) -> dict[str, Any]:
+        asked.append(payload)
+        return {"meta_info": {"input_token_logprobs": [[None, 6], [-0.5, 50]]}}
+
+    monkeypatch.setattr(on_policy_distillation, "ask", answer)
+    monkeypatch.setattr(on_policy_distillation, "GenerateState", lambda args: SimpleNamespace(media=MEDIA))
     sample = a_sample()
-    assert with_image_stop(sample, {"stop_token_ids": [7], "top_k": 1}) == {"stop_token_ids": [7, IMAGE], "top_k": 1}
-    params = {"max_new_tokens": 5}
-    assert with_image_stop(Sample(tokens=[1]), params) is params
-    sample.tokens[-1] = IMAGE  # a word: it is trained, as the last token
-    assert sample_problem(rollout_args(), sample) is None
-    with pytest.raises(ValueError, match=f"the model wrote 1 times the token {IMAGE}, which stands for an image"):
-        engine_ids(sample)
+    sample.tokens[-1] = VIDEO
+    asyncio.run(on_policy_distillation.reward_func(rollout_args(rm_url="http://teacher"), sample))
+    assert [payload["input_ids"] for payload in asked] == [[*(ord(c) for c in "aIb"), 50]]
+    assert sample.teacher_log_probs == [-0.5, 0.0] and sample.loss_mask == [1, 0]
 
 
 def test_an_engine_that_saw_another_number_of_tokens_is_an_error_that_names_sample_and_image() -> None:
     sample = a_sample(tokens=[ord(c) for c in "aIIIIb"], response_length=0)
     check_count(sample, {"prompt_tokens": 6, "completion_tokens": 2})
-    check_count(sample, {"prompt_tokens": 0, "completion_tokens": 0})  # it was aborted before it was read
+    aborted = {"completion_tokens": 0, "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
+    check_count(sample, aborted | {"prompt_tokens": 0})
+    check_count(sample, aborted)  # SGLang's answer to a request that waited; it names no number
+    with pytest.raises(RuntimeError, match="the engine saw None prompt tokens of sample 3"):
+        check_count(sample, aborted | {"finish_reason": {"type": "stop"}})
     check_count(Sample(tokens=[1, 2]), {"prompt_tokens": 5})
     reason = r"the engine saw 3 prompt tokens of sample 3 and .* 6 .*image 1 \(4 x 2\) 4 of them"
     with pytest.raises(RuntimeError, match=reason):
@@ -179,7 +226,7 @@ def test_images_that_come_later_are_added_without_touching_those_of_other_sample
     new = answered.append_to(sample, [ord("c"), IMAGE])
     sample.append_response_tokens(tokens=new, trainable=False)
     assert sample.image_spans == [[1, 4], [9, 2]]
-    assert engine_ids(sample) == [*(ord(c) for c in "aIb"), 50, 51, *(ord(c) for c in "cI")]
+    assert engine_ids(sample, MEDIA) == [*(ord(c) for c in "aIb"), 50, 51, *(ord(c) for c in "cI")]
     assert sample_problem(rollout_args(), sample) is None and sample_problem(rollout_args(), other) is None
     assert sample.multimodal_train_inputs is not None and other.multimodal_train_inputs is not None
     grids = [s["image_grid_thw"].tolist() for s in (sample.multimodal_train_inputs, other.multimodal_train_inputs)]
@@ -202,6 +249,7 @@ def test_images_that_come_later_are_added_without_touching_those_of_other_sample
     ("answer", "reason"),
     [
         ("an I", "a tool answered with the text 'I', which stands for an image: 'an I'"),
+        ("a V", "a tool answered with the text 'V', which stands for an image: 'a V'"),
         ([{"type": "text", "text": "I"}, {"type": "image", "image": picture()}], "a tool answered with the text 'I'"),
         ([{"type": "image", "image": "data:image/png;base64,AAAA"}], "a tool answered with an image that cannot be r"),
     ],
@@ -213,6 +261,15 @@ def test_an_answer_that_cannot_be_shown_ends_its_sample_and_not_the_run(answer: 
         asyncio.run(answered.read(answer))
     assert asyncio.run(answered.read("a text")) == "a text" and answered.num_more == 0
     assert asyncio.run(AnsweredImages(state, rollout_args()).read("an I")) == "an I", "a word to a model of texts"
+
+
+def test_the_text_of_a_response_has_one_word_for_each_image() -> None:
+    sample = a_sample()
+    sample.append_response_tokens(tokens=[ord(c) for c in "xIIIy"], trainable=False)
+    sample.image_spans = [*(sample.image_spans or []), [9, 3]]
+    set_response_text(LetterTokenizer(), sample, {})
+    assert sample.response == "23xIy", "tokens 50 and 51 are digits"
+    assert collapsed(sample) == [ord(c) for c in "aIb23xIy"]
 
 
 def test_images_are_not_trained_on_by_a_trainer_that_sees_none() -> None:

@@ -23,6 +23,7 @@ from slime.utils.misc import needed
 from slime.utils.types import Sample
 from slime.weights.adapters import BASE, POLICY
 from tests.unit.argument_lines import Check, check, command_line
+from tests.unit.rollout_fakes import rollout_args
 
 __all__ = ["check", "command_line"]
 
@@ -166,9 +167,9 @@ def test_a_batch_has_equally_many_groups_of_each_policy(source: PolicyDataSource
 
 
 def test_a_request_names_its_policy_and_gets_the_newest_version_of_it() -> None:
-    sample = Sample(tokens=[1, 2], metadata={POLICY: "math"})
-    assert engine_payload(sample, {})["lora_path"] == "slime-live@math"
-    assert "lora_path" not in engine_payload(Sample(tokens=[1, 2]), {})
+    sample, state = Sample(tokens=[1, 2], metadata={POLICY: "math"}), SimpleNamespace(args=rollout_args())
+    assert engine_payload(sample, {}, state)["lora_path"] == "slime-live@math"
+    assert "lora_path" not in engine_payload(Sample(tokens=[1, 2]), {}, state)
     live = LiveAdapter()
 
     def given(asked: str | None) -> Any:

@@ -19,8 +19,7 @@ from slime.agent.parsing import begins_thought, call_grammar
 from slime.agent.pictures import Picture, width
 from slime.agent.trajectory import TurnRecord
 from slime.processes.progress import went_on
-from slime.rollout.sampling.engine_request import AFFINITY_HEADER, tokens_of
-from slime.rollout.sampling.images import with_stop
+from slime.rollout.sampling.engine_request import AFFINITY_HEADER, saw_all, settled, tokens_of
 from slime.utils.errors import HttpError, UsageError
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
@@ -277,7 +276,7 @@ async def call_sglang_generate(
     keys = {"max_token_keys": adapter.max_token_keys, "stop_keys": adapter.stop_keys}
     params = {**sampling_params(session, body, **keys), **(constraint or {})}
     if (pictures := adapter.sessions.pictures) is not None:  # an engine could not go on from a token of images
-        params = with_stop(params, pictures.token)
+        params = pictures.media.with_stops(params)
     num_tokens = width(prompt_ids, images)
     if not _fit(params, session, num_tokens, num_before):
         return TurnRecord(prompt_ids, [], "length", images=tuple(images))
@@ -287,6 +286,7 @@ async def call_sglang_generate(
         payload["return_routed_experts"] = True
     headers = {AFFINITY_HEADER: session_id} if session_id and session_id != DEFAULT_SID else None
     answer = await _ask(adapter, payload, headers, limit_s)
+    answer = settled(answer, params, adapter.tokenizer)
     turn = _turn_of(prompt_ids, answer, keeps_experts=adapter.sessions.keeps_experts)
     return _with_images(turn, images, num_tokens)
 
@@ -316,8 +316,8 @@ def _with_images(turn: TurnRecord, images: Sequence[Picture], num_tokens: int) -
     """A turn with its images; the engine must have seen as many prompt tokens as the trainer will."""
     if not images:
         return turn
-    seen = (turn.meta_info or {}).get("prompt_tokens")
-    if seen != num_tokens:
+    if not saw_all(meta_info := turn.meta_info or {}, num_tokens):
+        seen = meta_info.get("prompt_tokens")
         sizes = ", ".join(f"{one.image.width} x {one.image.height} {one.num_tokens}" for one in images)
         raise HttpError(
             f"the engine saw {seen} prompt tokens; with the processor of --hf-checkpoint they are {num_tokens}, "

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime.config.args import Args
 from slime.processes.progress import went_on
-from slime.rollout.sampling.images import check_count, engine_ids, image_data, with_image_stop
+from slime.rollout.sampling.images import collapsed, engine_ids, image_data
 from slime.utils.types import Sample
 from slime.weights.adapters import POLICY, live_name
 
@@ -44,13 +44,18 @@ AFFINITY_HEADER = "X-SMG-Routing-Key"
 _HEAD_CHARS = 500
 
 
-def engine_payload(
-    sample: Sample, sampling_params: dict[str, Any], *, with_routed_experts: bool = False
-) -> dict[str, Any]:
-    """The body of a /generate call: token ids, and the images that stand for some of them."""
-    payload: dict[str, Any] = {"input_ids": engine_ids(sample), "return_logprob": True}
-    payload["sampling_params"] = with_image_stop(sample, sampling_params)
-    if with_routed_experts:
+def engine_payload(sample: Sample, sampling_params: dict[str, Any], state: Any) -> dict[str, Any]:
+    """The body of a /generate call: token ids, and the images that stand for some of them.
+
+    Args:
+        sample: its tokens so far.
+        sampling_params: of this call.
+        state: of the process: its `args`, and its `media`, which is read where the sample has images.
+    """
+    media = state.media if sample.image_spans else None
+    payload: dict[str, Any] = {"input_ids": engine_ids(sample, media), "return_logprob": True}
+    payload["sampling_params"] = media.with_stops(sampling_params) if media else sampling_params
+    if state.args.use_rollout_routing_replay:
         payload["return_routed_experts"] = True
     if policy := sample.metadata.get(POLICY):
         payload["lora_path"] = live_name(policy)
@@ -85,6 +90,30 @@ def call_budget(
     return params
 
 
+def settled(output: Any, sampling_params: dict[str, Any], tokenizer: Any) -> Any:
+    """An answer of /generate, which ended with "stop" where an abort came with the token that ends the response.
+
+    SGLang looks for an abort before it looks at the last token. A resumed sample would go on after its end.
+
+    Args:
+        output: the answer.
+        sampling_params: of the call.
+        tokenizer: its `eos_token_id` ends a response, too.
+    """
+    meta_info: Any = output.get("meta_info") if isinstance(output, dict) else None
+    reason = meta_info.get("finish_reason") if isinstance(meta_info, dict) else None
+    if not isinstance(reason, dict) or reason.get("type") != "abort" or not (tokens := tokens_of(meta_info)[0]):
+        return output
+    stops, ends = sampling_params.get("stop") or (), set[Any]()
+    if not sampling_params.get("ignore_eos"):
+        ends = {*(sampling_params.get("stop_token_ids") or ()), getattr(tokenizer, "eos_token_id", None)}
+    if tokens[-1] not in ends and not str(output.get("text") or "").endswith(
+        (stops,) if isinstance(stops, str) else tuple(stops)
+    ):
+        return output
+    return {**output, "meta_info": {**meta_info, "finish_reason": {"type": "stop", "matched": tokens[-1]}}}
+
+
 def append_engine_output(args: Args, sample: Sample, output: Any, *, trainable: bool = True) -> None:
     """Append what /generate answered: tokens, log-probs, text, and how it ended.
 
@@ -106,6 +135,42 @@ def append_engine_output(args: Args, sample: Sample, output: Any, *, trainable: 
         trainable=trainable,
         meta_info=meta_info,
         text=output.get("text"),
+    )
+
+
+def set_response_text(tokenizer: Any, sample: Sample, sampling_params: dict[str, Any]) -> None:
+    """Read the text of a response of several calls from its tokens: a character may be split between two calls."""
+    skip = bool(sampling_params.get("skip_special_tokens"))
+    ids = collapsed(sample, len(sample.tokens) - sample.response_length)
+    sample.response = tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def saw_all(meta_info: dict[str, Any], num_tokens: int) -> bool:
+    """Whether an engine saw so many prompt tokens; one that aborted the request before it read them saw none."""
+    seen, reason = meta_info.get("prompt_tokens"), meta_info.get("finish_reason") or {}
+    return seen == num_tokens or (
+        not seen and not meta_info.get("completion_tokens") and reason.get("type") == "abort"
+    )
+
+
+def check_count(sample: Sample, meta_info: dict[str, Any]) -> None:
+    """The engine saw as many prompt tokens as the trainer will.
+
+    Raises:
+        RuntimeError: it did not; the images are named by their sizes.
+    """
+    seen = meta_info.get("prompt_tokens")
+    if not sample.image_spans or saw_all(meta_info, len(sample.tokens)):
+        return
+    images = (sample.multimodal_inputs or {}).get("images") or []
+    sizes = [
+        f"image {number} ({picture.width} x {picture.height}) {length}"
+        for number, (picture, (_, length)) in enumerate(zip(images, sample.image_spans, strict=True), start=1)
+    ]
+    raise RuntimeError(
+        f"the engine saw {seen} prompt tokens of sample {sample.index} and its images are {len(sample.tokens)} with "
+        f"the processor of --hf-checkpoint, {', '.join(sizes)} of them; it left an image out or scaled it otherwise, "
+        "so its tokens cannot be trained on. Does the engine serve the same preprocessor_config.json?"
     )
 
 

@@ -39,15 +39,9 @@ from slime.rollout.hooks.sample_errors import (
 )
 from slime.rollout.hooks.signatures import is_batch_generate
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
-from slime.rollout.sampling import scoring
-from slime.rollout.sampling.engine_request import (
-    append_engine_output,
-    call_budget,
-    engine_headers,
-    engine_payload,
-    router_url,
-)
-from slime.rollout.sampling.images import find_images, has_images, set_prompt
+from slime.rollout.sampling import engine_request, scoring
+from slime.rollout.sampling.engine_request import append_engine_output, router_url
+from slime.rollout.sampling.images import MediaTokens, find_images, has_images, set_prompt
 from slime.rollout.sampling.scoring import FINISHED, fresh_copy
 from slime.rollout.sampling.weight_versions import WeightClock, note_begin
 from slime.utils.async_utils import gather_or_cancel, is_cancellation
@@ -109,6 +103,11 @@ class GenerateState(metaclass=SingletonMeta):
     def processor(self) -> Any:
         """The checkpoint's processor, loaded at first use; None when it has none."""
         return load_processor(self.args.hf_checkpoint, trust_remote_code=self.args.trust_remote_code)
+
+    @functools.cached_property
+    def media(self) -> MediaTokens:
+        """The processor's tokens that are not words."""
+        return MediaTokens.of(self.processor)
 
     @contextmanager
     def dp_rank_context(self) -> Iterator[int]:
@@ -187,20 +186,18 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], 
         await tokenize_prompt(state, sample)
     limit = args.eval_max_context_len if evaluation else args.rollout_max_context_len
     is_new = sample.response_length == 0
-    params = call_budget(sample, sampling_params, max_context_len=limit)
+    params = engine_request.call_budget(sample, sampling_params, max_context_len=limit)
     is_fire = args.rollout_fire_temperature is not None and is_new and not evaluation
     if params is not None and is_fire and params.get("temperature") != 0:
         if not await _generate_hot_token(state, sample, params):
             return sample
-        params, is_new = call_budget(sample, sampling_params, max_context_len=limit), False
+        params, is_new = engine_request.call_budget(sample, sampling_params, max_context_len=limit), False
     if params is None:
         sample.status = Status.TRUNCATED
         return sample
     await _call_engine(args, sample, params)
-    if not is_new:  # a character may be split between two calls
-        skip = sampling_params.get("skip_special_tokens", False)
-        ids = sample.tokens[len(sample.tokens) - sample.response_length :]
-        sample.response = state.tokenizer.decode(ids, skip_special_tokens=skip)
+    if not is_new:
+        engine_request.set_response_text(state.tokenizer, sample, sampling_params)
     return sample
 
 
@@ -217,9 +214,11 @@ async def tokenize_prompt(state: GenerateState, sample: Sample) -> None:
 async def _call_engine(args: Args, sample: Sample, params: dict[str, Any], *, trainable: bool = True) -> None:
     url = f"{router_url(args)}/generate"
     with span_if_traced(sample, "engine call") as span:
-        payload = engine_payload(sample, params, with_routed_experts=args.use_rollout_routing_replay)
-        output = await post(url, payload, headers=engine_headers(args, sample))
+        state = GenerateState(args)
+        payload = engine_request.engine_payload(sample, params, state)
+        output = await post(url, payload, headers=engine_request.engine_headers(args, sample))
         try:
+            output = engine_request.settled(output, payload["sampling_params"], state.tokenizer)
             append_engine_output(args, sample, output, trainable=trainable)
         except RuntimeError as error:
             raise RuntimeError(f"{url}: {error}") from None

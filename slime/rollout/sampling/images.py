@@ -5,9 +5,9 @@ A processor puts as many tokens in the place of an image as the model makes vect
 came to is in each of its answers, and must be the trainer's number: an engine that left an image out, or scaled it
 otherwise, would answer all the same.
 
-`Sample.image_spans` alone says which tokens are images: a model may write the token that stands for one, which is then
-a word to the engine and to the trainer. Its response ends there, because an engine that gets more such tokens than
-images never answers.
+`Sample.image_spans` alone says which tokens are images: a model may write the token that stands for one, or for a
+video, which is then a word to the engine and to the trainer. Its response ends there (`MediaTokens`): an engine that
+gets more such tokens than images refuses the request, or never answers.
 
 Example: one image of three tokens (id 9) between two words, and a response of one token::
 
@@ -44,6 +44,7 @@ T = TypeVar("T")
 _NOT_PIXELS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 _KEPT_PROMPTS, _KEPT_IMAGES = 32, 256
 _SHOWN_SIDE = 320
+_OPENING = "<|vision_start|>"  # of all Qwen models; the processor of Qwen2.5-VL does not name it
 _threads = DaemonThreads("processor", 8)
 
 
@@ -78,6 +79,63 @@ def image_token_id(processor: Any) -> int:
     return found
 
 
+@dataclass(frozen=True)
+class MediaTokens:
+    """Ids of the tokens that are not words where a prompt has images; a response ends with the first of them.
+
+    Attributes:
+        image: stands for (a part of) an image.
+        others: stand for a video or a sound. There are none, and an engine refuses a prompt that asks for one.
+        opening: stands before an image. An engine of Qwen2.5-VL looks at the token after it, and fails without one.
+    """
+
+    image: int
+    others: tuple[int, ...] = ()
+    opening: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, processor: Any) -> MediaTokens:
+        """Read them from a processor.
+
+        Raises:
+            UsageError: it does not name a token of images.
+        """
+        others = (getattr(processor, name, None) for name in ("video_token_id", "audio_token_id"))
+        tokenizer = getattr(processor, "tokenizer", None)
+        opening = tokenizer.get_vocab().get(_OPENING) if tokenizer else None
+        found, last = (tuple(token for token in ids if isinstance(token, int)) for ids in (others, (opening,)))
+        return cls(image_token_id(processor), found, last)
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """All of them."""
+        return (self.image, *self.others, *self.opening)
+
+    def with_stops(self, sampling_params: dict[str, Any]) -> dict[str, Any]:
+        """Let a response end where the model writes one. Its log-prob stays that of the policy."""
+        known = sampling_params.get("stop_token_ids") or []
+        return {**sampling_params, "stop_token_ids": [*known, *(token for token in self.stops if token not in known)]}
+
+    def end(self, sample: Sample) -> bool:
+        """Whether the model ended the response of a sample with images by writing one."""
+        if not sample.image_spans or not sample.response_length:
+            return False
+        last, length = sample.image_spans[-1]
+        return sample.tokens[-1] in self.stops and last + length < len(sample.tokens)
+
+    def problem(self, ids: Sequence[int], num_images: int) -> str | None:
+        """Say which of an engine's tokens stand for what is not there."""
+        count, more = ids.count(self.image), sum(ids.count(token) for token in self.others) if num_images else 0
+        found = f"{count} tokens that stand for an image and {num_images} images"
+        if more:
+            return f"{found}, and {more} that stand for a video or a sound"
+        return None if count == num_images else found
+
+    def words(self, tokenizer: Any) -> list[str]:
+        """The texts of those that stand for something."""
+        return [tokenizer.decode([token]) for token in (self.image, *self.others)]
+
+
 def read_prompt(processor: Any, tokenizer: Any, text: str, images: Sequence[Any]) -> ImagePrompt:
     """Let the processor read a text and its images, once for all that needs either.
 
@@ -88,15 +146,15 @@ def read_prompt(processor: Any, tokenizer: Any, text: str, images: Sequence[Any]
         images: of PIL, in the order of their placeholders.
 
     Raises:
-        UsageError: there are more placeholders than images or fewer, or the processor writes other tokens around an
-            image than the text has, which the engine's need not.
+        UsageError: there are more placeholders than images or fewer, or one of a video, or the processor writes other
+            tokens around an image than the text has, which the engine's need not.
     """
-    plain, image = encode_text(tokenizer, text), image_token_id(processor)
-    if plain.count(image) != len(images):
+    plain, media = encode_text(tokenizer, text), MediaTokens.of(processor)
+    image = media.image
+    if problem := media.problem(plain, len(images)):
         raise UsageError(
-            f"the prompt has {plain.count(image)} tokens that stand for an image and {len(images)} images; does its "
-            f"text, or the chat template, hold {tokenizer.decode([image])!r} by itself, or leave an image out? "
-            f"{text[:80]!r}"
+            f"the prompt has {problem}; does its text, or the chat template, hold one of {media.words(tokenizer)} by "
+            f"itself, or leave an image out? {text[:80]!r}"
         )
     if not images:
         return ImagePrompt(plain, [], None)
@@ -142,32 +200,34 @@ def expand(tokens: Sequence[int], counts: Sequence[int], image: int) -> tuple[li
     return found, spans
 
 
-def engine_ids(sample: Sample) -> list[int]:
+def engine_ids(sample: Sample, media: MediaTokens | None) -> list[int]:
     """The tokens of a sample as an engine takes them: one for each image.
 
+    Args:
+        sample: its tokens so far.
+        media: of its processor; needed where it has images.
+
     Raises:
-        ValueError: the token of images stands where no image is; the engine would wait for one for ever.
+        ValueError: a token stands for an image, a video or a sound that is not there; the engine would wait for it.
     """
     kept, spans = collapsed(sample), sample.image_spans
-    if not spans:
-        return kept
-    image = sample.tokens[spans[0][0]]
-    if kept.count(image) != len(spans):
+    if spans and media is not None and (problem := media.problem(kept, len(spans))):
         raise ValueError(
-            f"the model wrote {kept.count(image) - len(spans)} times the token {image}, which stands for an image, "
-            "and an engine cannot go on from there; leave --rollout-ignore-eos out, so that a response ends with it"
+            f"sample {sample.index} has {problem}; an engine cannot go on from there. Leave --rollout-ignore-eos out, "
+            "so that a response ends with such a token; a prompt to which tools add images must not have one"
         )
     return kept
 
 
-def collapsed(sample: Sample) -> list[int]:
-    """The tokens of a sample with one for each image."""
+def collapsed(sample: Sample, start: int = 0) -> list[int]:
+    """The tokens of a sample, from one on that is not inside an image, with one for each image."""
     if not sample.image_spans:
-        return sample.tokens
-    kept, end = [], 0
-    for start, length in sample.image_spans:
-        kept += sample.tokens[end : start + 1]
-        end = start + length
+        return sample.tokens[start:] if start else sample.tokens
+    kept, end = [], start
+    for first, length in sample.image_spans:
+        if first >= start:
+            kept += sample.tokens[end : first + 1]
+            end = first + length
     return kept + sample.tokens[end:]
 
 
@@ -176,48 +236,6 @@ def of_prompt(sample: Sample) -> dict[str, Any] | None:
     given, end = sample.multimodal_inputs, len(sample.tokens) - sample.response_length
     added = [start for start, _ in sample.image_spans or [] if start >= end]
     return {**given, "images": given["images"][: -len(added)]} if given and added else given
-
-
-def ends_with_image_token(sample: Sample) -> bool:
-    """Whether the model ended the response of a sample with images by writing the token that stands for one."""
-    if not sample.image_spans or not sample.response_length:
-        return False
-    (first, _), (last, length) = sample.image_spans[0], sample.image_spans[-1]
-    return sample.tokens[-1] == sample.tokens[first] and last + length < len(sample.tokens)
-
-
-def with_image_stop(sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any]:
-    """Let a response end where the model writes the token of images. Its log-prob stays that of the policy."""
-    if not sample.image_spans:
-        return sampling_params
-    return with_stop(sampling_params, sample.tokens[sample.image_spans[0][0]])
-
-
-def with_stop(sampling_params: dict[str, Any], token: int) -> dict[str, Any]:
-    """Sampling parameters under which a response ends with a token, too."""
-    known = sampling_params.get("stop_token_ids") or []
-    return sampling_params if token in known else {**sampling_params, "stop_token_ids": [*known, token]}
-
-
-def check_count(sample: Sample, meta_info: dict[str, Any]) -> None:
-    """The engine saw as many prompt tokens as the trainer will.
-
-    Raises:
-        RuntimeError: it did not; the images are named by their sizes.
-    """
-    seen = meta_info.get("prompt_tokens")
-    if not sample.image_spans or seen == len(sample.tokens) or (seen == 0 and not meta_info.get("completion_tokens")):
-        return
-    images = (sample.multimodal_inputs or {}).get("images") or []
-    sizes = [
-        f"image {number} ({picture.width} x {picture.height}) {length}"
-        for number, (picture, (_, length)) in enumerate(zip(images, sample.image_spans, strict=True), start=1)
-    ]
-    raise RuntimeError(
-        f"the engine saw {seen} prompt tokens of sample {sample.index} and its images are {len(sample.tokens)} with "
-        f"the processor of --hf-checkpoint, {', '.join(sizes)} of them; it left an image out or scaled it otherwise, "
-        "so its tokens cannot be trained on. Does the engine serve the same preprocessor_config.json?"
-    )
 
 
 # ---- once for each prompt, not for each of its samples
@@ -373,9 +391,9 @@ class AnsweredImages:
     def _check_text(self, text: str) -> None:
         if not self._args.multimodal_keys or self._state.processor is None:
             return
-        word = self._state.tokenizer.decode([image_token_id(self._state.processor)])
-        if word in text:
-            raise EnvError(f"a tool answered with the text {word!r}, which stands for an image: {text[:80]!r}")
+        for word in MediaTokens.of(self._state.processor).words(self._state.tokenizer):
+            if word in text:
+                raise EnvError(f"a tool answered with the text {word!r}, which stands for an image: {text[:80]!r}")
 
     def take(self) -> list[Any]:
         """The images, which are not to be appended any more."""
