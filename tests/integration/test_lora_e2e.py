@@ -12,6 +12,7 @@ import pytest
 
 from slime.checkpoints.paths import iteration_dir
 from tests.integration.launch import ROOT, grpo_flags, make_model, tensors_in, train, write_prompts
+from tools import convert_hf_to_fp8
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -49,6 +50,21 @@ def test_engines_follow_the_adapters_and_a_run_resumes_from_them(tmp_path: Path,
     assert [record["train/step"] for record in second.records("train/step")] == [3]
     assert max(second.column("train/train_rollout_logprob_abs_diff")) < 1e-4
     assert second.column("train/kl_loss")[0] > 1e-4, "it goes on from the adapters, against the same reference"
+
+
+def test_over_an_fp8_base_engines_and_trainer_multiply_by_the_same_weights(tmp_path: Path) -> None:
+    """The trainer's base is what the fp8 checkpoint stands for."""
+    model = make_model(tmp_path / "model")
+    made = ["--model-dir", str(model), "--save-dir", str(tmp_path / "fp8"), "--block-size", "16"]
+    assert convert_hf_to_fp8.main(made) == 0
+    run = train(
+        tmp_path / "out",
+        *grpo_flags(tmp_path / "fp8", write_prompts(tmp_path / "prompts.jsonl")),
+        *("--colocate", "--lora-rank", 8, "--lr", 2e-2, "--num-rollout", 3, "--ref-load", tmp_path / "fp8"),
+        *("--use-kl-loss", "--kl-loss-coef", 0.01, "--kl-loss-type", "k3"),
+    )
+    assert max(run.column("train/train_rollout_logprob_abs_diff")) < 1e-4
+    assert run.column("train/kl_loss")[-1] > 1e-4, "it trains"
 
 
 def test_an_engine_that_takes_a_lost_ones_place_serves_the_newest_adapter(tmp_path: Path) -> None:

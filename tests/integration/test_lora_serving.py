@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime.backends.megatron_utils.megatron_to_hf.processors.quantizer import quantize_bucket
 from slime.backends.megatron_utils.update_weight import from_adapters
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError
 from slime.backends.megatron_utils.update_weight.from_adapters import AdapterUpdater
@@ -27,8 +28,11 @@ from slime.config.args import Args
 from slime.config.lora_policies import LoraPolicy
 from slime.utils import http_utils
 from slime.weights.adapters import BASE, live_name
+from slime.weights.formats import format_of_checkpoint
 from tests.integration.conftest import make_engine
+from tests.integration.test_fp8_engine import unquantized_twin
 from tests.integration.trainer_world import trainer_args
+from tools import convert_hf_to_fp8, convert_hf_to_int4_direct
 
 PROMPT = [random.Random(0).randrange(8, 100) for _ in range(64)]
 RANK = 8
@@ -64,9 +68,9 @@ def drawn(model: Path, seed: int, scale: float = 0.05) -> Tensors:
 def updater(
     engine: SGLangEngine, tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., AdapterUpdater]:
-    """Makes the updater of a trainer whose model is the first of `tiny_models`, or another."""
+    """Makes the updater of a trainer whose model is the first of `tiny_models`, or another; so is what is served."""
 
-    def make(model: Path = tiny_models[0], **flags: Any) -> AdapterUpdater:
+    def make(model: Path = tiny_models[0], served: Path = tiny_models[0], **flags: Any) -> AdapterUpdater:
         weights = list(load_file(model / "model.safetensors").items())
         monkeypatch.setattr(from_adapters, "iter_hf_buckets", lambda *_, **__: iter([weights]))
         values = {
@@ -75,7 +79,7 @@ def updater(
             "offload_rollout": False,
             "sglang_max_lora_rank": None,
         }
-        args = trainer_args(tiny_models[0], **values | flags)
+        args = trainer_args(served, **values | flags)
         args.tensors = drawn(tiny_models[0], 1)
         monkeypatch.setattr(from_adapters, "adapter_tensors", lambda model: args.tensors)
         made = AdapterUpdater(args, [])
@@ -146,6 +150,40 @@ def test_an_engine_answers_as_peft_does_and_each_answer_names_its_version(
     send(by_file, drawn(model, 3))
     assert gap(engine.prompt_log_probs(PROMPT), of_peft(model, drawn(model, 3))) <= TOLERANCE
     assert not list((tmp_path / "versions").glob("weight_v*")), "a version leaves when the engines have it"
+
+
+@pytest.mark.parametrize("kind", ["fp8", pytest.param("int4", marks=pytest.mark.slow)])
+def test_over_a_quantised_base_an_engine_answers_as_peft_does_over_what_the_base_stands_for(
+    kind: str,
+    updater: Callable[..., AdapterUpdater],
+    tiny_models: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trainer that was started from the quantised checkpoint has what it stands for as its base."""
+    model, rooms = tmp_path / kind, {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": [*TARGETS]}
+    convert, *rules = {
+        "fp8": (convert_hf_to_fp8, "--block-size", "16"),
+        "int4": (convert_hf_to_int4_direct, "--group-size", "16"),
+    }[kind]
+    assert convert.main(["--model-dir", str(tiny_models[0]), "--save-dir", str(model), *rules]) == 0
+    base = unquantized_twin(model)
+    plain = model.with_name(f"{kind}_plain")
+    small = make_engine(model, tmp_path / "engine.log", **rooms, max_loras_per_batch=2, lora_backend="torch_native")
+    small.start(deadline_s=170)
+    try:
+        ours = updater(plain, served=model)
+        stored = quantize_bucket(list(base.state_dict().items()), format_of_checkpoint(model))
+        monkeypatch.setattr(from_adapters, "iter_hf_buckets", lambda *_, **__: iter([stored]))
+        ours.connect([small], engine_sizes=[1])
+        for seed in (5, 6):
+            tensors = drawn(plain, seed)
+            send(ours, tensors)
+            assert gap(small.prompt_log_probs(PROMPT), of_peft(plain, tensors)) <= TOLERANCE
+        assert gap(small.prompt_log_probs(PROMPT, adapter=BASE), of_peft(plain, None)) <= TOLERANCE
+        assert gap(of_peft(plain, None), of_peft(tiny_models[0], None)) > 100 * TOLERANCE, "the base was rounded"
+    finally:
+        small.shutdown()
 
 
 def test_a_prefix_of_one_version_is_not_used_by_another(

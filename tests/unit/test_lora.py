@@ -41,6 +41,7 @@ from tools.convert_torch_dist_to_hf import saved_shape
 
 __all__ = ["check", "command_line"]
 
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -110,13 +111,12 @@ def test_what_adapters_do_not_go_with_is_refused(check: Check, flags: str, tmp_p
     assert any(REFUSED[flags] in problem for problem in check(flags).problems.all()), check(flags).problems.all()
 
 
-@pytest.mark.parametrize("serve", ["adapter", "merged"])
-def test_a_quantised_base_is_refused(check: Check, tmp_path: Path, serve: str) -> None:
+def test_adapters_are_served_over_a_quantised_base_and_not_merged_into_it(check: Check, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-    problems = check(f"--lora-rank 8 --lora-serve {serve}").problems.all()
-    assert any("hf is quantised: engines that serve adapters of --lora-rank 8" in text for text in problems), problems
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))
+    assert not check("--lora-rank 8").problems.all()
+    problems = check("--lora-rank 8 --lora-serve merged").problems.all()
+    assert any("hf is quantised: with --lora-serve merged adapters of --lora-rank 8" in s for s in problems), problems
 
 
 def saved(root: Path, **adapters: Any) -> None:
@@ -178,7 +178,7 @@ def test_engines_of_a_cpu_get_adapters_of_experts_merged_and_those_of_a_gpu_serv
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     told = (
         "--lora-serve adapter: engines on the CPU have no kernel for adapters of gate_proj, up_proj, down_proj; use "
-        "--lora-serve merged, or --lora-exclude-modules gate_proj up_proj down_proj."
+        "--lora-serve merged (with an unquantised base), or --lora-exclude-modules gate_proj up_proj down_proj."
     )
     assert told in check("--lora-rank 8").problems.all()
     others = ("--lora-serve merged", "--lora-exclude-modules gate_proj up_proj down_proj", "--accelerator cuda")
@@ -186,6 +186,11 @@ def test_engines_of_a_cpu_get_adapters_of_experts_merged_and_those_of_a_gpu_serv
         assert not any("no kernel" in text for text in check(f"--lora-rank 8 {more}").problems.all()), more
     on_gpu = check("--lora-rank 8 --accelerator cuda").args
     assert adapter_defaults(on_gpu, needed(LoraPlan.of(on_gpu)))["moe_runner_backend"] == "triton"
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))
+    told = "no kernel of SGLang's is proven over a quantised base for adapters of gate_proj, up_proj, down_proj"
+    assert any(told in text for text in check("--lora-rank 8 --accelerator cuda").problems.all())
+    without = check("--lora-rank 8 --accelerator cuda --lora-exclude-modules gate_proj up_proj down_proj")
+    assert not any("quantised" in text for text in without.problems.all())
 
 
 def test_latent_attention_has_projections_of_its_own(check: Check, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,10 +226,9 @@ def _check_adapter_path(args: Args) -> Iterator[str]:
 
 
 def _is_quantized(args: Args) -> bool:
-    try:
+    with suppress(UsageError, OSError, ValueError):  # said elsewhere
         return bool(args.hf_checkpoint) and format_of_checkpoint(args.hf_checkpoint) is not None
-    except (UsageError, OSError, ValueError):
-        return False  # said elsewhere
+    return False
 
 
 def _check_load(args: Args) -> Iterator[str]:
@@ -278,8 +278,7 @@ def _iteration(path: str | None, step: int | None) -> Path | None:
 
 def _is_another(load: str | None, base: str) -> bool:
     """Whether --load is a checkpoint, and not the base."""
-    is_one = load is not None and classify_checkpoint(load) is not None
-    return is_one and Path(str(load)).resolve() != Path(base).resolve()
+    return classify_checkpoint(load) is not None and Path(str(load)).resolve() != Path(base).resolve()
 
 
 LORA: tuple[Check, ...] = (
@@ -312,9 +311,9 @@ LORA: tuple[Check, ...] = (
         "with adapters merged in, may change; use full.",
     ),
     Rule(
-        _is_quantized,
-        "--hf-checkpoint {hf_checkpoint} is quantised: engines that serve adapters of --lora-rank {lora_rank} would "
-        "compute with another base than the trainer, and merged ones are lost in the rounding; take the bf16 model.",
+        lambda a: a.lora_serve != ADAPTER and _is_quantized(a),
+        "--hf-checkpoint {hf_checkpoint} is quantised: with --lora-serve merged adapters of --lora-rank {lora_rank} "
+        "are lost where the weights that hold them are rounded; use --lora-serve adapter, or the bf16 model.",
     ),
     Rule(
         lambda a: a.tensor_model_parallel_size > 1 and query_groups(a) % a.tensor_model_parallel_size,
@@ -351,7 +350,7 @@ def _given(args: Args, name: str) -> Any:
 
 
 NOT_WITH_ADAPTERS = {
-    "quantization": "engines would compute the model's product in another type than the trainer's",
+    "quantization": "SGLang would quantise as it loads; make a checkpoint with tools/convert_hf_to_fp8.py",
     "load_format": "engines keep the base that they start with",
     "torchao_config": "engines would compute the model's product in another type than the trainer's",
     "enable_dp_attention": "an engine whose ranks have different requests is not proven with adapters",
@@ -382,25 +381,26 @@ _RUN_FLAGS = {
     "update_weight_local_checkpoint_dir": "a version is an adapter, not a model",
 }
 """Attribute -> the same of flags of the run."""
+_WHERE = ("no kernel of SGLang's is proven over a quantised base", "engines on the CPU have no kernel")
 
 
-def _without_cpu_kernel(args: Args) -> list[str]:
-    """HF's names of projections whose adapters SGLang serves with CUDA alone."""
+def _without_kernel(args: Args) -> list[str]:
+    """HF's names of projections whose adapters SGLang serves by kernels in triton, where these cannot be used."""
     plan = LoraPlan.of(args)
-    if plan is None or args.accelerator != "cpu":
+    if plan is None or (args.accelerator != "cpu" and not _is_quantized(args)):
         return []
-    of_experts = [linear for linear in plan.linears if "mlp." in linear and args.num_moe_experts]
-    latent = [linear for linear in plan.linears if linear.endswith("linear_kv_up_proj")]
-    return [*dict.fromkeys(name for linear in (*latent, *of_experts) for name in plan.projections[linear])]
+    of_experts, latent = "mlp." if args.num_moe_experts else "experts.", "linear_kv_up_proj"
+    linears = [linear for linear in plan.linears if of_experts in linear or latent in linear]
+    return [*dict.fromkeys(name for linear in linears for name in plan.projections[linear])]
 
 
 SERVED: tuple[Check, ...] = (
     Rule(
-        _without_cpu_kernel,
+        _without_kernel,
         lambda a: (
-            "--lora-serve adapter: engines on the CPU have no kernel for adapters of "
-            f"{', '.join(_without_cpu_kernel(a))}; use --lora-serve merged, or --lora-exclude-modules "
-            f"{' '.join(_without_cpu_kernel(a))}."
+            f"--lora-serve adapter: {_WHERE[a.accelerator == 'cpu']} for adapters of {', '.join(_without_kernel(a))}; "
+            "use --lora-serve merged (with an unquantised base), or --lora-exclude-modules "
+            f"{' '.join(_without_kernel(a))}."
         ),
     ),
     Rule(

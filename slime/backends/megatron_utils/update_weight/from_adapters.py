@@ -49,6 +49,7 @@ from slime.utils.errors import UsageError
 from slime.utils.http.network import is_of_this_host
 from slime.utils.misc import needed
 from slime.weights.adapters import BASE, adapter_name, check_adapter, live_name
+from slime.weights.formats import PACKED, format_of_checkpoint
 from slime.weights.transports import FLAG, WeightDir
 
 logger = logging.getLogger(__name__)
@@ -163,6 +164,8 @@ class AdapterUpdater(WeightUpdater):
         """Note what the engines must hold under the adapters (collective)."""
         for bucket in self._buckets():
             self._base |= {name: tuple(tensor.shape) for name, tensor in bucket}
+            packed = ((name, tensor.shape) for name, tensor in bucket if name.endswith(PACKED))
+            self._base |= {name.removesuffix("_packed"): (n, 8 * columns) for name, (n, columns) in packed}
 
     def _make_ready(self, tensors: dict[str, torch.Tensor], args: Args, policy: str | None, answers: Any) -> None:
         """Check the adapter, and copy it to the host, and to a file where engines read one."""
@@ -300,7 +303,10 @@ class AdapterUpdater(WeightUpdater):
         """Least move of log-probs that is told from what an engine and the trainer compute differently.
 
         In bf16 the two lie up to about 0.1 apart with experts; three times that says which of two answers is nearer.
+        Over a quantised base they lie as far apart as its weights are rounded.
         """
+        if format_of_checkpoint(self.args.hf_checkpoint) is not None:
+            return 1.0
         return 1e-3 if self.args.params_dtype == "float32" else 0.3
 
     def _check_move(self, adapter: _Adapter, engine: Any, ours: list[float], base: list[float]) -> None:
