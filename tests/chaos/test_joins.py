@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.cluster_utils import Cluster
 
 from slime.backends.sglang_utils.join import SERVING, Guest, GuestBook, JoinRequest, read_launch_file, server_values
 from slime.backends.sglang_utils.server_control import list_workers_sync
@@ -48,14 +49,14 @@ def ask_all(rollout_id: int, args: Any, samples: Any, metrics: dict[str, Any], s
 
 
 @contextmanager
-def going(out: Path, *flags: Any) -> Iterator[subprocess.Popen[str]]:
+def going(out: Path, *flags: Any, **env: str) -> Iterator[subprocess.Popen[str]]:
     """A run that goes on; it is killed where the test fails."""
     work = out.parent
     grpo = grpo_flags(make_model(work / "model"), write_prompts(work / "prompts.jsonl"))
     dumps = ["--save-debug-rollout-data", out / "rollouts" / "{rollout_id}.pt"]
     with (work / "printed").open("w") as printed:
         command = command_of(out, *grpo, *ELASTIC, *dumps, *flags)
-        run = subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, stdout=printed, stderr=printed)
+        run = subprocess.Popen(command, cwd=ROOT, env=environment() | env, text=True, stdout=printed, stderr=printed)
         try:
             yield run
         finally:
@@ -136,6 +137,46 @@ def test_a_hundred_random_joins_and_leaves_cost_no_sample(tmp_path: Path) -> Non
     print(f"{joins} joins, {leaves} leaves, {len(found) // GROUP} rollouts")
     assert last["rollout/engines_joined"] >= 40 and last["rollout/engines_lost"] == 0
     assert max(finished.column("train/train_rollout_logprob_abs_diff")) < 1e-4
+
+
+@pytest.mark.slow
+def test_an_engine_leaves_a_node_that_ray_drains_and_no_sample_is_lost(tmp_path: Path) -> None:
+    """The node comes in the middle of the run, and is drained as before a spot machine is taken away."""
+    out, cluster = tmp_path / "out", Cluster()
+    node = {"num_cpus": 2, "object_store_memory": 100 * 2**20, "include_dashboard": False}
+    try:
+        cluster.add_node(node_ip_address="127.0.0.2", resources={"slime_slot": 2}, **node)
+        with going(out, "--num-rollout", 10_000, "--exit-signal-handler", RAY_ADDRESS=cluster.address) as run:
+            wait("a rollout", 120, (out / "rollouts/0.pt").exists, check=lambda: _is_well(run, tmp_path))
+            spot = cluster.add_node(node_ip_address="127.0.0.3", resources={"slime_slot": 1}, **node)
+            _wait_for_metric(out, "rollout/engines_joined", run)
+            drain = ["drain-node", "--address", cluster.address, "--node-id", spot.node_id]
+            drain += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "the spot machine is taken"]
+            subprocess.run([Path(sys.executable).with_name("ray"), *drain], check=True, timeout=60)
+            _wait_for_metric(out, "rollout/engines_left", run)
+            cluster.remove_node(spot)
+            num_before = len(list(out.glob("rollouts/*.pt")))
+            wait("two more rollouts", 120, lambda: len(list(out.glob("rollouts/*.pt"))) >= num_before + 2)
+            run.send_signal(signal.SIGTERM)
+            assert run.wait(120) == 0, (tmp_path / "printed").read_text()[-3000:]
+    finally:
+        cluster.shutdown()
+    found = trained_indices(out)
+    assert found == list(range(len(found)))
+    finished = Run(out, 0, "")
+    last = finished.records("rollout/step")[-1]
+    counts = [last[f"rollout/engines_{what}"] for what in ("joined", "left", "lost")]
+    assert counts == [1, 1, 0]
+    assert max(finished.column("train/train_rollout_logprob_abs_diff")) < 1e-4
+
+
+def _wait_for_metric(out: Path, name: str, run: subprocess.Popen[str]) -> None:
+    """Until a record of the run counts one."""
+
+    def is_counted() -> bool:
+        return Run(out, 0, "").records("rollout/step")[-1].get(name, 0) == 1
+
+    wait(f"{name} to be 1", 120, is_counted, check=lambda: _is_well(run, out.parent))
 
 
 @contextmanager
