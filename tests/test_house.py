@@ -20,7 +20,7 @@ UNKNOWN = "no_such_flag"
 # figure -> (limit, aim of the second design)
 LIMITS = {
     "statements": (47_223, 25_000),
-    "files": (360, 270),
+    "files": (368, 270),
     "lines of the longest file": (450, 450),
     "lines of the longest function": (50, 50),
     "loose files of the fullest package": (16, 16),

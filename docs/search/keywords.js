@@ -47,6 +47,7 @@ const PAGE_KEYWORDS = {
   "docs/offline_cluster": "telemetry phone home data leave hf_hub_offline air-gapped no internet proxy mirror download offline",
   "docs/backends": "fsdp fsdp2 megatron backend trainer transformers choose",
   "docs/lora": "rank alpha target modules one gpu small memory cheap adapter peft low rank qlora",
+  "docs/low_precision": "train in fp8 int4 qat quantization aware training fake quantised transformer engine blockwise e4m3 low bit precision",
   "docs/fp8": "quantization quantized low precision 8 bit",
   "docs/int4": "quantization quantized 4 bit gptq awq",
   "docs/moe": "mixture of experts expert parallel routing replay load balance",

@@ -39,6 +39,7 @@ from slime.config.megatron.arguments import (
     without_deepep,
 )
 from slime.config.megatron.lora_plan import lora_problems
+from slime.config.megatron.precision.int4_plan import int4_variables
 from slime.config.parser import (
     OLDER_NAMES,
     Parser,
@@ -271,6 +272,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
     if not args.strict_flags:
         _set_aside_pointless(args, explicit, problems, fields)
     args.accelerator = _accelerator(args, problems)
+    args.train_env_vars = int4_variables(os.environ) | args.train_env_vars
     if trainer_problems := list(devices.TRAINER(args)):
         problems.wrong += trainer_problems
         args.tensor_model_parallel_size, args.sequence_parallel = 1, False
@@ -286,7 +288,6 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
             synced = not args.debug_rollout_only
             problems.unsupported += served_model_problems(hf_config, args.hf_checkpoint, is_synced=synced)
     problems.lacking += devices.MISSING_TRANSPORT(args)
-    problems.lacking += devices.check_int4_training(args, os.environ)
     problems.notes += debug.template_notes(args)
     for option, path in _generates(args).items():
         problems.notes += files.form_notes(option, path, is_batch_generate)

@@ -52,6 +52,7 @@ CRITIC_FORCED: dict[str, Any] = {
     "enable_mtp_training": False,
     "megatron_deepgemm_forward_layers": None,
     "megatron_deepgemm_moe_forward_layers": None,
+    "fp8": None,
     "recompute_loss_function": False,
     "save_hf": None,
     "keep_checkpoints": None,

@@ -40,7 +40,7 @@ def test_a_product_is_that_of_the_emulation(tokens: int, rows: int, columns: int
     from slime.backends.megatron_utils.layers.fp8_forward import Scaled, emulated_product, fp8_product
 
     given, weight = normal(tokens, columns), normal(rows, columns, seed=1)
-    found = fp8_product(given, weight, None, is_ue8m0)
+    found = fp8_product(given, weight, is_ue8m0)
     of_weight = Scaled(*quantize_blocks(weight, (128, 128), ue8m0=is_ue8m0))
     expected = emulated_product(Scaled(*quantize_rows(given, 128)), of_weight)
     # bf16's rounding, and that of Hopper's fp8 sums over 128 channels, which have fewer bits than fp32
@@ -67,12 +67,13 @@ def test_experts_have_the_products_of_the_emulation(counts: Sequence[int], monke
 def test_gradients_are_those_of_megatrons_linear_layer() -> None:
     from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 
-    from slime.backends.megatron_utils.layers.fp8_forward import fp8_linear
+    from slime.backends.megatron_utils.layers.fp8_forward import Fp8Forward
+    from slime.backends.megatron_utils.layers.rounded_linear import rounded_linear
 
     grad, gradients = normal(64, 2, WIDTH, seed=2), []
     options = (False, False, False, None, None, None)
     for product in (
-        lambda x, w: fp8_linear(x, w, None, *options, is_ue8m0=False),
+        lambda x, w: rounded_linear(x, w, None, *options, rounding=Fp8Forward(False)),
         lambda x, w: LinearWithGradAccumulationAndAsyncCommunication.apply(x, w, None, *options),
     ):
         given = normal(64, 2, HIDDEN).requires_grad_()

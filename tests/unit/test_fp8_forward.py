@@ -124,7 +124,7 @@ def check_linears(args: argparse.Namespace) -> None:
 
     from slime.backends.megatron_utils.layers.fp8_forward import compute_in_fp8
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
-    from slime.config.megatron.fp8_forward_plan import Fp8Choice
+    from slime.config.megatron.precision.fp8_forward_plan import Fp8Choice
 
     model = get_model_provider_func(args)().bfloat16()
     rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
@@ -172,7 +172,7 @@ def check_that_models_agree(args: argparse.Namespace, hf: Path) -> None:
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
     from slime.backends.megatron_utils.layers.fp8_forward import compute_in_fp8
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
-    from slime.config.megatron.fp8_forward_plan import Fp8Choice
+    from slime.config.megatron.precision.fp8_forward_plan import Fp8Choice
 
     lengths = [9, 5]
     ids = torch.randint(0, 100, (1, sum(lengths)), generator=torch.Generator().manual_seed(3))
@@ -205,7 +205,7 @@ def check_experts(args: argparse.Namespace) -> None:
     from slime.backends.megatron_utils.layers import grouped_experts
     from slime.backends.megatron_utils.layers.fp8_forward import compute_in_fp8, fp8_grouped_product
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
-    from slime.config.megatron.fp8_forward_plan import Fp8Choice
+    from slime.config.megatron.precision.fp8_forward_plan import Fp8Choice
 
     model = get_model_provider_func(args)().bfloat16()
     compute_in_fp8([model], Fp8Choice.of(args))
@@ -243,8 +243,9 @@ def check_experts(args: argparse.Namespace) -> None:
         return fp8_grouped_product(*given, is_ue8m0=True)
 
     for product in (in_fp8, grouped_experts._product):
+        products = product, grouped_experts.grouped_product
         leaves = [rows.clone().requires_grad_(), *(torch.nn.Parameter(w.detach().clone()) for w in weights)]
-        grouped_experts.GroupedLinear.apply(product, counts, offsets, False, *leaves).backward(grad)
+        grouped_experts.GroupedLinear.apply(products, counts, offsets, False, *leaves).backward(grad)
         gradients.append([leaf.grad for leaf in leaves])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
@@ -291,21 +292,21 @@ def check_deep_gemm(_: argparse.Namespace) -> None:
 
     assert [part.tolist() for part in aligned_places([3, 0, 1], 2)] == [[0, 1, 2, 4], [0, 0, 0, 0, 2, 2]]
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(2, 7, 256, generator=generator).bfloat16()
+    rows = torch.randn(14, 256, generator=generator).bfloat16()
     weights = [torch.randn(192, 256, generator=generator).bfloat16() for _ in range(3)]
-    counts, bias = [9, 0, 5], torch.randn(192, generator=generator).bfloat16()
+    counts = [9, 0, 5]
     sys.modules["deep_gemm"] = fake_deep_gemm(alignment=8)
     found = []
     for is_on_gpu in (False, True):
         fp8_forward.is_on_gpu = lambda _, answer=is_on_gpu: answer
-        grouped = fp8_grouped_product(rows.flatten(0, 1), weights, counts, torch.empty(0), is_ue8m0=False)
-        empty = fp8_product(rows[:0], weights[0], None, False)
-        found.append([fp8_product(rows, weights[0], bias, True), grouped, empty])
-    assert [tuple(one.shape) for one in found[0]] == [(2, 7, 192), (14, 192), (0, 7, 192)]
+        grouped = fp8_grouped_product(rows, weights, counts, torch.empty(0), is_ue8m0=False)
+        empty = fp8_product(rows[:0], weights[0], False)
+        found.append([fp8_product(rows, weights[0], True), grouped, empty])
+    assert [tuple(one.shape) for one in found[0]] == [(14, 192), (14, 192), (0, 192)]
     for emulated, of_kernel in zip(*found, strict=True):
         torch.testing.assert_close(of_kernel, emulated, rtol=2**-7, atol=1e-3)  # sums in another order: a last bit
-    exact = rounded(rows.flatten(0, 1)) @ rounded_weight(weights[0], ue8m0=True).t()
-    assert torch.equal(found[0][0].flatten(0, 1), exact.bfloat16() + bias)
+    exact = rounded(rows) @ rounded_weight(weights[0], ue8m0=True).t()
+    assert torch.equal(found[0][0], exact.bfloat16())
 
 
 def test_deep_gemm_is_given_what_its_kernels_take() -> None:

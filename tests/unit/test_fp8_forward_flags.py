@@ -143,6 +143,7 @@ def test_it_is_refused_where_deep_gemm_is_not_installed_and_on_other_gpus_than_h
         "custom_model_provider_path": "a.model",
         "megatron_deepgemm_forward_layers": [0],
         "megatron_deepgemm_moe_forward_layers": None,
+        "fp8": None,
     }
 
     def found(**changes: Any) -> list[str]:

@@ -309,14 +309,6 @@ def test_what_is_not_built_is_not_called_wrong(flags, named):
     assert named in problems.unsupported[0]
 
 
-def test_training_in_fp8_is_planned_and_a_run_lacks_it():
-    problems = problems_of("--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather", hf_config=None)
-    assert problems.all() == []
-    (sentence,) = problems.lacking
-    assert all(f"--fp8-{part}" in sentence for part in ("format e4m3", "recipe blockwise", "param-gather"))
-    assert "(the package transformer_engine)" in sentence
-
-
 def test_models_that_are_not_built_are_unsupported():
     bare = {"swiglu": False, "add_bias_linear": True}
     sentences = problems_of(hf_config=None, **bare).unsupported

@@ -148,7 +148,6 @@ def megatron_problems(
             f"--optimizer {args.optimizer} is not supported with --train-backend megatron: its distributed optimizer "
             "cuts matrices anywhere, and checkpoints no state but Adam's; use adam, or --train-backend fsdp."
         )
-    problems.lacking += refused_flags(args, derived, kind="planned")
     out_of_range = list(value_checks.check_ranges(args, derived))
     problems.wrong += out_of_range
     problems.wrong += value_checks.check_megatron_effects(args, given, set_here)

@@ -93,7 +93,7 @@ def megatron_flag_class(option: str) -> tuple[Kind, str] | None:
 def megatron_refusals() -> Iterator[tuple[Sequence[str], str]]:
     """Yield (options, or one with a value; why a run refuses them), in the order of the tables."""
     for group in TABLE:
-        if group.kind in ("refused", "planned"):
+        if group.kind == "refused":
             yield group.options.split(), group.reason
     for option, reasons in REFUSED_VALUES.items():
         for value, reason in reasons.items():
@@ -121,22 +121,21 @@ def megatron_warnings(args: Args, explicit: Collection[str]) -> list[str]:
     return ["accepted, without effect: " + "; ".join(f"{', '.join(o)} ({why})" for why, o in given.items()) + "."]
 
 
-def refused_flags(args: Args, derived: Collection[str] = (), *, kind: Kind = "refused") -> list[str]:
+def refused_flags(args: Args, derived: Collection[str] = ()) -> list[str]:
     """Return one sentence for each group of refused options that have another value than their default.
 
     Args:
         args: parsed flags, before or after derivation.
         derived: attributes that were not given but derived; they are left alone.
-        kind: "refused", or "planned" for those that only a run refuses.
     """
     found: dict[str, list[str]] = {}
     for option, action in registered().items():
         group, value = groups_by_option().get(option), vars(args).get(action.dest, action.default)
         if group is None or value == action.default or (group.kind == "refused" and action.dest in derived):
             continue
-        if group.kind == kind and value not in SAME_AS_DEFAULT.get(option, ()):
+        if group.kind == "refused" and value not in SAME_AS_DEFAULT.get(option, ()):
             found.setdefault(group.reason, []).append(_shown(option, value))
-        elif kind == "refused" and not isinstance(value, list) and value in REFUSED_VALUES.get(option, {}):
+        elif not isinstance(value, list) and value in REFUSED_VALUES.get(option, {}):
             found.setdefault(REFUSED_VALUES[option][value], []).append(_shown(option, value))
     return [
         f"{', '.join(options)} {'is' if len(options) == 1 else 'are'} not supported: {reason}; leave "

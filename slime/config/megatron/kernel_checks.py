@@ -18,7 +18,8 @@ from typing import Any
 from packaging.version import Version
 
 from slime.config.args import Args
-from slime.config.megatron.fp8_forward_plan import check_fp8_forward, given_flags
+from slime.config.megatron.precision.fp8_forward_plan import check_fp8_forward, given_flags
+from slime.config.megatron.precision.fp8_training_plan import fp8_training_problems
 from slime.config.problems import Check, Problems, Rule, WithoutEffect, broken, each, first_of, for_each, where
 from slime.config.rules.devices import is_missing
 from slime.utils import accelerator
@@ -58,6 +59,7 @@ def kernel_problems(args: Args, hf_config: Mapping[str, Any] | None) -> Problems
         problems.environment += MISSING_FLASHQLA(args) if looks else ()
     elif args.experimental_attention_variant == "gated_delta_net":
         problems.environment += _broken_fla() if looks else ()
+    problems.extend(fp8_training_problems(args, hf_config, looks=looks))
     if given_flags(args):
         problems.wrong += check_fp8_forward(args, hf_config)
         problems.environment += MISSING_DEEP_GEMM(args) if looks else ()

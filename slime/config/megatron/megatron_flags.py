@@ -1,16 +1,16 @@
 """What each of Megatron's options does here: one table, and the sentences that follow from it.
 
 `used`: it has an effect on what is built today. `warned`: it is accepted, has no effect here, and one warning says
-so, unless it asks for what is so anyway. `planned`: a dry run names it as missing, and a run is refused. `refused`:
-another value than the default stops a run, with the reason. Options that slime's own dataclasses define (SLIMES) are
-not classified here; refused values are in flag_classes.py, rules between options in arguments.py and layout_checks.py.
+so, unless it asks for what is so anyway. `refused`: another value than the default stops a run, with the reason.
+Options that slime's own dataclasses define (SLIMES) are not classified here; refused values are in flag_classes.py,
+rules between options in arguments.py and layout_checks.py.
 """
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Kind = Literal["used", "warned", "planned", "refused"]
+Kind = Literal["used", "warned", "refused"]
 
 
 class Group(NamedTuple):
@@ -44,6 +44,7 @@ _EIGHT_BIT = """--fp8-quantizer-factory --fp8-margin --fp8-interval
 TABLE: tuple[Group, ...] = (
     # ------------------------------------------------------------------------------------------------------- used
     Group("used", "--memory-snapshot-path"),
+    Group("used", "--fp8-format --fp8-recipe"),
     Group("used", "--exit-signal-handler --exit-signal --exit-duration-in-mins --save-retain-interval"),
     Group(
         "used",
@@ -162,6 +163,11 @@ TABLE: tuple[Group, ...] = (
     ),
     Group(
         "warned",
+        "--fp8-param-gather",
+        "weights stay in 16 bit, and are quantised where they are multiplied",
+    ),
+    Group(
+        "warned",
         "--seq-length",
         "packed samples have lengths of their own",
     ),
@@ -225,13 +231,6 @@ TABLE: tuple[Group, ...] = (
         """--inference-sampling-seed --flash-decode --use-inference-optimized-layers --inference-fuse-tp-communication
         --mlp-chunks-for-prefill --cache-mla-latents""",
         "it is about inference, which SGLang does",
-    ),
-    # ---------------------------------------------------------------------------------------------------- planned
-    Group(
-        "planned",
-        "--fp8-format --fp8-recipe --fp8-param-gather",
-        "training in fp8 needs the fp8 layers of TransformerEngine (the package transformer_engine), which slime does "
-        "not use yet",
     ),
     # --------------------------------------------------------------------------------------------- refused, later
     Group(

@@ -86,6 +86,7 @@ EFFECTS: tuple[Effect, ...] = (
         lambda a: not a.multi_latent_attention,
         "with --multi-latent-attention, which has no biases",
     ),
+    Effect("fp8_recipe", lambda a: a.fp8, "without --fp8-format"),
     Effect("num_query_groups", lambda a: a.group_query_attention, "without --group-query-attention"),
     Effect(
         "rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor "

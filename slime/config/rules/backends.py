@@ -15,6 +15,7 @@ from slime.config.lora_policies import policy_problems
 from slime.config.megatron.arguments import kernel_problems, megatron_problems
 from slime.config.megatron.flag_classes import groups_by_option, refused_flags, registered
 from slime.config.megatron.lora_plan import LoraPlan, lora_problems
+from slime.config.megatron.precision.int4_plan import check_int4_training
 from slime.config.megatron.value_checks import check_ranges
 from slime.config.problems import Problems, Rule, broken
 from slime.config.rules.batch import check_schedule_length, check_warmup
@@ -82,6 +83,7 @@ INSTEAD = {
     "num_distributed_optimizer_instances": "--fsdp-replicate-size makes several copies",
     "grad_reduce_in_bf16 main_grads_dtype": "gradients are summed in fp32",
     "attention_backend use_flash_attn": "--attn-implementation chooses",
+    "fp8 fp8_recipe": "training in fp8 is not built",
     "fp16": "parameters are fp32, or bf16 on GPUs",
     "spec": "the model is the one that transformers makes of --hf-checkpoint",
 }
@@ -206,6 +208,7 @@ def problems_of_run(args: Args, hf_config: Mapping[str, Any] | None) -> Problems
     problems = Problems()
     problems.environment += foreign_checkpoints(args)
     problems.wrong += lora_problems(args)
+    problems.wrong += check_int4_training(args, hf_config)
     if args.multimodal_keys and hf_config is not None and not (args.debug_rollout_only or args.eval_only):
         problems.unsupported += unseen_images(args, hf_config)
     if args.train_backend == "megatron":
@@ -224,7 +227,6 @@ def fsdp_problems(args: Args, hf_config: Mapping[str, Any] | None, explicit: Col
     """
     problems, derived = Problems(), vars(args).keys() - set(explicit)
     problems.unsupported += refused_flags(args, derived)
-    problems.lacking += refused_flags(args, derived, kind="planned")
     problems.wrong += check_ranges(args, derived)
     problems.wrong += [*check_schedule_length(args), *check_warmup(args)]
     problems.wrong += _of_megatron(args, explicit)

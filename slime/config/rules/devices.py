@@ -320,23 +320,6 @@ def _trainer_ranks(args: Args) -> range:
     return range(args.actor_num_nodes * args.actor_num_gpus_per_node)
 
 
-INT4_FLAG = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"
-
-
-def check_int4_training(args: Args, environment: Mapping[str, str]) -> Iterable[str]:
-    """Say that weights are not rounded to int4 in training, where the environment asks for it.
-
-    Args:
-        environment: of this process, which the trainers get, too.
-    """
-    if str((dict(environment) | args.train_env_vars).get(INT4_FLAG, "0")).strip() in ("", "0"):
-        return
-    yield (
-        f"the environment variable {INT4_FLAG} asks for training with weights rounded to int4, which is not supported "
-        "yet: engines in int4 would be trained as if they were in 16 bit; unset it for that."
-    )
-
-
 check_indexers = Rule(
     lambda a: a.freeze_indexer and a.experimental_attention_variant != "dsa",
     "--freeze-indexer: the model has no sparse attention (--experimental-attention-variant dsa), so there is no "

@@ -5,33 +5,30 @@ given with one scale for each token's next 128 channels. Here the same is done t
 activations, so that the policy that is trained is the one that generates. The backward pass takes both as they were
 before (straight through): rounding has no gradient of use.
 
-Only the product on a rank changes. Gathering, reducing and the gradients are Megatron's, whose autograd functions are
-inherited. On CUDA the product is DeepGEMM's (sgl-deep-gemm, Hopper's fp32 scales); `emulated_product` is what it is
-compared to, and what it is on a CPU, where the tests run it and the command line refuses it. Which layers are chosen
-is fp8_forward_plan's.
+Only the product on a rank changes (rounded_linear.py). On CUDA it is DeepGEMM's (sgl-deep-gemm, Hopper's fp32 scales);
+`emulated_product` is what it is compared to, and what it is on a CPU, where the tests run it and the command line
+refuses it. Which layers are chosen is fp8_forward_plan's.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from megatron.core.parallel_state import get_global_memory_buffer
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.layers import (
-    LinearWithFrozenWeight,
-    LinearWithGradAccumulationAndAsyncCommunication,
-    custom_fwd,
-    dist_all_gather_func,
-)
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from slime.backends.megatron_utils.layers.grouped_experts import GroupedExperts, stacked
+from slime.backends.megatron_utils.layers.rounded_linear import (
+    WeightGradient,
+    compute_with,
+    gradients_of_16_bit,
+    linears_of,
+)
 from slime.backends.megatron_utils.model_provider import unwrap
-from slime.config.megatron.fp8_forward_plan import BLOCK, EXPERTS, LAYERS, MOE_LAYERS, PART_OF_BLOCK, Fp8Choice
+from slime.config.megatron.precision.fp8_forward_plan import LAYERS, MOE_LAYERS, Fp8Choice
+from slime.config.megatron.precision.linear_plan import BLOCK, EXPERTS, PART_OF_BLOCK
 from slime.utils.errors import UsageError
 from slime.weights.quantization import dequantize, quantize_blocks, quantize_rows
 
@@ -68,25 +65,18 @@ def compute_in_fp8(models: Sequence[torch.nn.Module], choice: Fp8Choice | None) 
 
 
 def _change_linears(layer: torch.nn.Module, number: int, choice: Fp8Choice) -> None:
-    names = []
-    for name, module in _linears(layer):
+    names, linears = [], [(name, module) for name, module in linears_of(layer) if not name.startswith(EXPERTS)]
+    for name, module in linears:
         if choice.takes(number, name):
             _check_shape(f"{LAYERS} {number}: {name}", module.weight)
-            module._forward_impl = partial(fp8_linear, is_ue8m0=choice.fmt.is_ue8m0)
+            compute_with(module, Fp8Forward(choice.fmt.is_ue8m0))
             names.append(name)
     if not names:
         raise UsageError(
             f"{LAYERS} {number}: none of the layer's linear layers is chosen, or in fp8 in the checkpoint; there are "
-            f"{', '.join(name for name, _ in _linears(layer))}."
+            f"{', '.join(name for name, _ in linears)}."
         )
     logger.info("layer %d: forward pass in fp8 of %s", number, ", ".join(names))
-
-
-def _linears(layer: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Linear layers outside of experts, by their names in the layer."""
-    for name, module in layer.named_modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and not name.startswith(EXPERTS + "."):
-            yield name, module
 
 
 def _change_experts(layer: torch.nn.Module, number: int, choice: Fp8Choice) -> None:
@@ -108,120 +98,30 @@ def _check_shape(what: str, weight: torch.Tensor) -> None:
         )
 
 
-def fp8_linear(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    gradient_accumulation_fusion: bool,
-    allreduce_dgrad: bool,
-    sequence_parallel: bool,
-    grad_output_buffer: list[torch.Tensor] | None = None,
-    wgrad_deferral_limit: int | None = 0,
-    tp_group: Any = None,
-    *,
-    is_ue8m0: bool,
-) -> torch.Tensor:
-    """What Megatron's linear layers call, by these names, for their product with a rank's weight [out, in].
+class Fp8Forward(NamedTuple):
+    """The products of a linear layer (`Rounding`): the forward pass in fp8, gradients in 16 bit."""
 
-    Returns:
-        [..., out], of all the sequence where `sequence_parallel` says that `input` is a part of it.
-    """
-    if not weight.requires_grad:
-        if sequence_parallel:
-            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
-        frozen: torch.Tensor = _FrozenFp8Linear.apply(input, weight, bias, allreduce_dgrad, tp_group, is_ue8m0)
-        return frozen
-    output: torch.Tensor = _Fp8Linear.apply(
-        input,
-        weight,
-        bias,
-        gradient_accumulation_fusion,
-        allreduce_dgrad,
-        sequence_parallel,
-        grad_output_buffer,
-        wgrad_deferral_limit,
-        tp_group,
-        is_ue8m0,
-    )
-    return output
+    is_ue8m0: bool
+
+    def product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """rows [T, in] times a weight [out, in] transposed -> [T, out]."""
+        return fp8_product(rows, weight, self.is_ue8m0)
+
+    def gradients(self, grad: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, WeightGradient]:
+        """As `Rounding.gradients`."""
+        return gradients_of_16_bit(grad, weight)
 
 
-class _Fp8Linear(LinearWithGradAccumulationAndAsyncCommunication):
-    """Megatron's function with another product: what its backward pass reads is kept as its forward pass keeps it."""
-
-    @staticmethod
-    @custom_fwd
-    def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        gradient_accumulation_fusion: bool,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        grad_output_buffer: list[torch.Tensor] | None,
-        wgrad_deferral_limit: int | None,
-        tp_group: Any,
-        is_ue8m0: bool,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(input, weight)
-        ctx.main_grad = getattr(weight, "main_grad", None) if gradient_accumulation_fusion else None
-        ctx.use_bias = bias is not None
-        ctx.gradient_accumulation_fusion = gradient_accumulation_fusion
-        ctx.allreduce_dgrad = allreduce_dgrad
-        ctx.sequence_parallel = sequence_parallel
-        ctx.wgrad_deferral_limit = wgrad_deferral_limit
-        ctx.grad_output_buffer = grad_output_buffer
-        ctx.tp_group = tp_group
-        return fp8_product(_gathered(input, tp_group) if sequence_parallel else input, weight, bias, is_ue8m0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *LinearWithGradAccumulationAndAsyncCommunication.backward(ctx, *grads), None
-
-
-class _FrozenFp8Linear(LinearWithFrozenWeight):
-    """The same for a weight that takes no gradient."""
-
-    @staticmethod
-    @custom_fwd
-    def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        allreduce_dgrad: bool,
-        tp_group: Any,
-        is_ue8m0: bool,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(weight)
-        ctx.allreduce_dgrad, ctx.tp_group = allreduce_dgrad, tp_group
-        return fp8_product(input, weight, bias, is_ue8m0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *LinearWithFrozenWeight.backward(ctx, *grads), None
-
-
-def _gathered(input: torch.Tensor, tp_group: Any) -> torch.Tensor:
-    """[s / TP, b, in] -> [s, b, in], in Megatron's buffer for it."""
-    size = [input.shape[0] * tp_group.size(), *input.shape[1:]]
-    whole: torch.Tensor = get_global_memory_buffer().get_tensor(size, input.dtype, "mpu")
-    dist_all_gather_func(whole, input, group=tp_group)
-    return whole
-
-
-def fp8_product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_ue8m0: bool) -> torch.Tensor:
-    """[..., in] times a weight [out, in] transposed, plus a bias [out], as an fp8 engine computes it: [..., out].
+def fp8_product(rows: torch.Tensor, weight: torch.Tensor, is_ue8m0: bool) -> torch.Tensor:
+    """rows [T, in] times a weight [out, in] transposed, as an fp8 engine computes it: [T, out].
 
     Both are quantised here, at every call: weights change with every step, and reading one costs little beside its
-    product with thousands of tokens. The result has bf16's digits, and the type of `input`.
+    product with thousands of tokens. The result has bf16's digits, and the type of `rows`.
     """
-    rows = Scaled(*quantize_rows(input.flatten(0, -2), BLOCK))
+    quantized = Scaled(*quantize_rows(rows, BLOCK))
     of_weight = Scaled(*quantize_blocks(weight, (BLOCK, BLOCK), ue8m0=is_ue8m0))
-    multiply = _deep_gemm_product if is_on_gpu(input) else emulated_product
-    output = multiply(rows, of_weight).to(input.dtype).unflatten(0, input.shape[:-1])
-    return output if bias is None else output + bias
+    multiply = _deep_gemm_product if is_on_gpu(rows) else emulated_product
+    return multiply(quantized, of_weight).to(rows.dtype)
 
 
 def fp8_grouped_product(

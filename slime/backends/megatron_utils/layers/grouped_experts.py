@@ -39,18 +39,19 @@ class GroupedExperts(SequentialMLP):
         self.local_experts = _LastFirst(self.local_experts)
         recomputed = self.config.recompute_modules if self.config.recompute_granularity == "selective" else ()
         self._recomputes_activation = "moe_act" in (recomputed or ())
-        self._product: Product = _product
+        self._products: tuple[Product, Product] = _product, grouped_product
         self._weighs_last = False
 
-    def multiply_with(self, product: Product, *, weigh_last: bool) -> None:
-        """Compute the forward pass with another product; gradients stay those of `_product`.
+    def multiply_with(self, product: Product, *, of_rows: Product | None = None, weigh_last: bool = False) -> None:
+        """Compute the forward pass with another product; gradients of weights stay those of `_product`.
 
         Args:
             product: as `_product`.
+            of_rows: the gradient of the rows; None leaves that of `_product`, too.
             weigh_last: the router's weights multiply an expert's output, as in SGLang, not what its second linear
                 layer is given, as in Megatron: the same but for roundings, and for what a product rounds its input to.
         """
-        self._product, self._weighs_last = product, weigh_last
+        self._products, self._weighs_last = (product, of_rows or grouped_product), weigh_last
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
@@ -60,7 +61,7 @@ class GroupedExperts(SequentialMLP):
         rows = permuted_local_hidden_states
         offsets = to_device(torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32), rows.device)
         fused = self.config.gradient_accumulation_fusion
-        linear: Callable[..., torch.Tensor] = partial(GroupedLinear.apply, self._product, counts, offsets, fused)
+        linear: Callable[..., torch.Tensor] = partial(GroupedLinear.apply, self._products, counts, offsets, fused)
         fc1, fc2 = (
             [expert.get_submodule(name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")
         )
@@ -123,20 +124,22 @@ def _activation(config: Any, hidden: torch.Tensor, probs: torch.Tensor | None = 
 class GroupedLinear(torch.autograd.Function):
     """rows [T, in] of experts, one after the other, times each expert's weight [out, in] transposed -> [T, out].
 
-    `product` computes that, `counts` are the rows of each expert, `offsets` [experts] int32 where they end. With
-    `fused`, gradients of weights go to their main_grad where they have one, as in Megatron's linear layers.
+    The first of `products` computes that, the second the gradient of the rows. `counts` are the rows of each expert,
+    `offsets` [experts] int32 where they end. With `fused`, gradients of weights go to their main_grad where they have
+    one, as in Megatron's linear layers.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        product: Product,
+        products: tuple[Product, Product],
         counts: list[int],
         offsets: torch.Tensor,
         fused: bool,
         rows: torch.Tensor,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
+        product, ctx.of_rows = products
         ctx.counts, ctx.offsets, ctx.fused = counts, offsets, fused
         ctx.save_for_backward(rows, *weights)
         return product(rows, weights, counts, offsets)
@@ -145,7 +148,7 @@ class GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, *weights = ctx.saved_tensors
         grad = grads[0].contiguous()
-        of_rows = grouped_product(grad, weights, ctx.counts, ctx.offsets) if ctx.needs_input_grad[4] else None
+        of_rows = ctx.of_rows(grad, weights, ctx.counts, ctx.offsets) if ctx.needs_input_grad[4] else None
         of_weights: list[torch.Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[5:]):
             of_weights = weight_gradients(weights, rows.split(ctx.counts), grad.split(ctx.counts), fused=ctx.fused)

@@ -20,6 +20,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
 from slime.backends.megatron_utils.layers.fp8_forward import compute_in_fp8
+from slime.backends.megatron_utils.layers.fp8_training import train_in_fp8
+from slime.backends.megatron_utils.layers.int4_weights import round_weights_to_int4
 from slime.backends.megatron_utils.layers.lora import attach_adapters
 from slime.backends.megatron_utils.layers.value_head import HEAD, is_value_model, replace_output_layer
 from slime.backends.megatron_utils.model.model_weights import (
@@ -32,7 +34,9 @@ from slime.backends.megatron_utils.model.model_weights import (
 from slime.backends.megatron_utils.model_provider import build_stage, config_kwargs, unwrap, virtual_stages_here
 from slime.backends.megatron_utils.optimizer import held_by, keep_no_moments, make_moments, make_optimizer
 from slime.config.args import Args
-from slime.config.megatron.fp8_forward_plan import Fp8Choice
+from slime.config.megatron.precision.fp8_forward_plan import Fp8Choice
+from slime.config.megatron.precision.fp8_training_plan import Fp8Training
+from slime.config.megatron.precision.int4_plan import Int4Training
 from slime.config.rules.batch import check_schedule_length, check_warmup
 from slime.utils import accelerator
 from slime.utils.dp_schedule import decay_steps, total_train_steps, warmup_steps
@@ -75,6 +79,9 @@ def setup_model_and_optimizer(args: Args) -> TrainState:
     lists = {"only": args.only_train_params_name_list, "frozen": args.freeze_params_name_list}
     freeze_parameters(bare, **lists, always_trained=head)
     compute_in_fp8(bare, Fp8Choice.of(args))
+    train_in_fp8(bare, Fp8Training.of(args))
+    if not is_value_model(args):  # no engine runs it
+        round_weights_to_int4(bare, Int4Training.of(args))
     attach_adapters(args, bare)
     ddp_config = gradient_buckets(args, bare[0])
     model = [wrap_model(module, ddp_config, is_first=not stage) for module, stage in zip(bare, stages, strict=True)]

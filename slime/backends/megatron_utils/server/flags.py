@@ -31,6 +31,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "ref_ckpt_step": None,
     "ref_load": None,
     "seed": 1234,
+    "train_env_vars": {},
     "trust_remote_code": False,
 }
 """Attributes that the trainer's own flags give, with the values that mean nothing here."""

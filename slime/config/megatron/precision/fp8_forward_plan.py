@@ -15,6 +15,15 @@ from typing import Any
 
 from slime.config.args import Args
 from slime.config.megatron.derived import Layout
+from slime.config.megatron.precision.linear_plan import (
+    BLOCK,
+    EXPERTS,
+    OF_EXPERT,
+    LinearSize,
+    checkpoint_quantizes,
+    linear_sizes,
+    mlp_sizes,
+)
 from slime.config.problems import Check, Rule, broken, for_each, where
 from slime.models.families import family_of_args
 from slime.models.family import Family
@@ -24,12 +33,6 @@ from slime.weights.formats import DEFAULT_BLOCK, Fp8Format, format_of_checkpoint
 
 LAYERS, MODULES = "--megatron-deepgemm-forward-layers", "--megatron-deepgemm-forward-modules"
 MOE_LAYERS, MOE_MODULES = "--megatron-deepgemm-moe-forward-layers", "--megatron-deepgemm-moe-forward-modules"
-BLOCK = 128
-"""Rows and columns of a weight, and channels of a token, that share a scale."""
-PART_OF_BLOCK = 64
-"""SGLang's rule: the rows of a weight are a multiple of it, else it takes another kernel."""
-EXPERTS = "mlp.experts"
-OF_EXPERT = tuple(f"{EXPERTS}.local_experts.0.{name}" for name in ("linear_fc1", "linear_fc2"))
 
 
 @dataclass(frozen=True)
@@ -81,75 +84,12 @@ class Fp8Choice:
 
     def engine_quantizes(self, layer: int, module: str) -> bool:
         """Whether the checkpoint has all HF tensors of a linear layer in fp8; not where no rule names it."""
-        try:
-            _, names = self.family.find(f"decoder.layers.{layer}.{module}.weight", self.num_layers)
-        except KeyError:
-            return False
-        return all(self.fmt.quantizes(name) for name in names)
+        return checkpoint_quantizes(self.fmt, self.family, self.num_layers, layer, module)
 
 
 def ends_with(name: str, suffix: str) -> bool:
     """Whether a dotted name ends with the parts of `suffix`."""
     return name == suffix or name.endswith("." + suffix)
-
-
-@dataclass(frozen=True)
-class LinearSize:
-    """A rank's share of a linear layer's weight.
-
-    Attributes:
-        rows: those that lie together in an HF tensor: of one head, of a gate, or all.
-        columns: inputs.
-        may_end_in_part: the share ends where the HF tensor does, whose last block may be smaller.
-    """
-
-    rows: int
-    columns: int
-    may_end_in_part: bool = False
-
-    @property
-    def fits(self) -> bool:
-        """Whether its blocks are the HF tensors', and SGLang multiplies such ones with DeepGEMM."""
-        step = PART_OF_BLOCK if self.may_end_in_part else BLOCK
-        return self.rows % step == 0 and self.columns % BLOCK == 0
-
-
-def linear_sizes(shape: ModelShape, layer: int, tensor: int) -> dict[str, LinearSize]:
-    """Name -> size of a layer's linear layers outside of experts, on one of `tensor` tensor-parallel ranks."""
-    hidden, found = shape.hidden_size, {}
-    if not shape.is_linear(layer):
-        found = {f"self_attention.{name}": size for name, size in _attention_sizes(shape, tensor).items()}
-    mlp, width = "mlp", shape.ffn_hidden_size
-    if shape.moe_layers[layer]:
-        mlp, width = "mlp.shared_experts", shape.experts.shared_ffn_hidden_size if shape.experts else 0
-    if width:
-        found |= {f"{mlp}.{name}": size for name, size in _mlp_sizes(hidden, width // tensor).items()}
-    return found
-
-
-def _attention_sizes(shape: ModelShape, tensor: int) -> dict[str, LinearSize]:
-    hidden, latent = shape.hidden_size, shape.latent
-    proj = {"linear_proj": LinearSize(hidden, shape.attention_out_width // tensor, True)}
-    if latent is None:
-        return {"linear_qkv": LinearSize(shape.kv_channels, hidden)} | proj
-    is_whole, heads = tensor == 1, shape.num_attention_heads // tensor
-    queries = heads * (latent.qk_head_dim + latent.qk_pos_emb_head_dim)
-    keys = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
-    if latent.q_lora_rank is None:
-        found = {"linear_q_proj": LinearSize(queries, hidden, is_whole)}
-    else:
-        found = {
-            "linear_q_down_proj": LinearSize(latent.q_lora_rank // tensor, hidden, is_whole),
-            "linear_q_up_proj": LinearSize(queries, latent.q_lora_rank, is_whole),
-        }
-    values = heads * (latent.qk_head_dim + latent.v_head_dim)
-    found["linear_kv_down_proj"] = LinearSize(keys // tensor, hidden, is_whole)
-    found["linear_kv_up_proj"] = LinearSize(values, latent.kv_lora_rank, is_whole)
-    return found | proj
-
-
-def _mlp_sizes(hidden: int, width: int) -> dict[str, LinearSize]:
-    return {"linear_fc1": LinearSize(width, hidden), "linear_fc2": LinearSize(hidden, width, True)}
 
 
 def check_fp8_forward(args: Args, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
@@ -278,7 +218,7 @@ def _check_expert_sizes(choice: Fp8Choice, shape: ModelShape, tensor: int) -> It
     for layer in with_experts:
         if not all(choice.engine_quantizes(layer, name) for name in OF_EXPERT):
             yield f"{MOE_LAYERS} {layer}: the checkpoint keeps its experts in 16 bit; leave the layer out."
-    for name, size in _mlp_sizes(shape.hidden_size, shape.experts.ffn_hidden_size // tensor).items():
+    for name, size in mlp_sizes(shape.hidden_size, shape.experts.ffn_hidden_size // tensor).items():
         if with_experts and not size.fits:
             yield _misfit(f"{MOE_LAYERS}: {name}", size, f"--expert-tensor-parallel-size {tensor}", "")
 
