@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import (
     fixed_length,
+    gpu_engine_sweep,
     gpu_fsdp,
     gpu_fusion,
     gpu_learning,
@@ -85,6 +86,15 @@ def test_lengths_of_both_sides_are_drawn_by_the_number_of_the_sample() -> None:
     drawn = [length for prompt in range(4) for length in gpu_vs_verl.lengths_of(prompt, options)]
     assert drawn == [fixed_length.drawn_length(index, 4096) for index in range(32)]
     assert all(1 <= length <= 4096 for length in drawn) and len(set(drawn)) > 8
+
+
+def test_settings_of_an_engine_are_compared_with_its_own_sizes_of_graphs() -> None:
+    options = Namespace(model="0.6B", requests=512, at_once=3)
+    rates = {gpu_engine_sweep.ALL_SIZES: {"start": 90.0, "fixed": 200.0, "heavy-tailed": 100.0}}
+    found = {**rates, "our sizes": {"start": 60.0, "fixed": 199.0, "heavy-tailed": 97.0}, "fa3": "no kernels"}
+    rows = gpu_engine_sweep.judge(found, options)
+    assert [row.ratio for row in rows[2:]] == [pytest.approx(0.995), pytest.approx(0.97), None]
+    assert [row.holds for row in rows] == [True, True, True, False, None]  # 0.97 < 0.98; one is not available
 
 
 def test_sleeping_is_compared_with_copies_of_what_has_to_survive() -> None:
