@@ -16,6 +16,7 @@ from benchmarks import (
     gpu_fsdp,
     gpu_fusion,
     gpu_learning,
+    gpu_longest,
     gpu_lora,
     gpu_models,
     gpu_multi_async,
@@ -95,6 +96,16 @@ def test_settings_of_an_engine_are_compared_with_its_own_sizes_of_graphs() -> No
     rows = gpu_engine_sweep.judge(found, options)
     assert [row.ratio for row in rows[2:]] == [pytest.approx(0.995), pytest.approx(0.97), None]
     assert [row.holds for row in rows] == [True, True, True, False, None]  # 0.97 < 0.98; one is not available
+
+
+def test_the_longest_sequence_is_found_by_a_line_through_what_was_tried() -> None:
+    def peak(length: int) -> float:
+        return 4.0 + length / 1000 + (length / 20_000) ** 2  # 24 GiB at 19,083 tokens, where it is 4 + 19.08 + 0.91
+
+    found = list(gpu_longest.tries(peak, 16_000, 24.0))
+    assert abs(found[-1][1] - 24.0) <= 0.005 * 24 and len(found) <= 4
+    row = gpu_longest.judge("full", Namespace(shape="0.6B", budget=24.0), planned=18_800, tried=found)
+    assert row.ratio == pytest.approx(18_800 / 19_083, rel=1e-3) and row.holds
 
 
 def test_sleeping_is_compared_with_copies_of_what_has_to_survive() -> None:
