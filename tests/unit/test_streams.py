@@ -233,6 +233,22 @@ def test_what_cannot_be_read_is_named_before_anything_starts(check: Check, path:
     has(check(f"--prompt-data {path}").problems.all(), reason)
 
 
+def test_a_url_without_credentials_is_named_before_anything_starts(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """botocore's error is of no class that Python knows."""
+    import fsspec
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    has(
+        check("--prompt-data s3://bucket/a.jsonl").problems.all(),
+        "--prompt-data: s3://bucket/a.jsonl cannot be read: Unable to locate credentials; see docs/remote_files.md",
+    )
+
+
 def test_the_first_row_of_a_stream_is_looked_at_before_anything_starts(check: Check) -> None:
     Path("many").mkdir()
     Path("many/a.jsonl").write_text('{"text": "x", "label": "1"}\n')

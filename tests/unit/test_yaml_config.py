@@ -106,8 +106,9 @@ def test_environment_variables_stand_there_as_if_written(tmp_path, monkeypatch):
     ],
 )
 def test_a_file_that_cannot_be_read_names_the_place(tmp_path, text, message):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message) as error:
         read(tmp_path, text, interpolates=True)
+    assert str(error.value).count("conf.yaml") == 1, "it says so once"
 
 
 def test_aliases_cannot_grow_without_limit(tmp_path):

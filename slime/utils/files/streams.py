@@ -246,9 +246,13 @@ class readable:  # noqa: N801 - reads as a word
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, _UNREADABLE) and not isinstance(error, UsageError):
+        # File systems of URLs have errors of their own: botocore's of lacking credentials is no OSError.
+        is_url = "://" in self._what
+        kinds = Exception if is_url else _UNREADABLE
+        if isinstance(error, kinds) and not isinstance(error, UsageError):
             said = str(error) or type(error).__name__
-            raise UsageError(f"{self._what} cannot be read: {said}") from error
+            where = "; see docs/remote_files.md" if is_url else ""
+            raise UsageError(f"{self._what} cannot be read: {said}{where}") from error
 
 
 def check_first_row(path: str, prompt_key: str, label_key: str | None) -> dict[str, Any]:

@@ -88,6 +88,8 @@ def load_yaml(path: str, flag: str, *, interpolates: bool = False) -> LocatedYam
     reader = _Reader(LocatedYaml(path, flag, None), interpolates)
     try:
         return reader.located_of(text)
+    except UsageError:
+        raise
     except yaml.YAMLError as error:
         raise UsageError(f"{flag} {path}{_position(error, text)} is no valid YAML: {_reason(error)}.") from error
     except RecursionError as error:
