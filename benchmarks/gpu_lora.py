@@ -14,6 +14,9 @@ Three colocated runs of train.py with random weights, in bf16, and the trainer a
 4. a train step of the 4B shape with all weights, and with adapters, in short and in long micro-batches: time and peak
    memory (gpu_train_step.py).
 
+`--base fp8` converts the 4B shape, and the first run trains and serves adapters over it: engines round activations
+and the trainer does not, so their log-probs lie further apart.
+
 Runs are kept in DIR/runs; what has ended well is not repeated.
 """
 
@@ -33,7 +36,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_models import TINY_MOE  # noqa: E402
+from benchmarks.gpu_models import TINY_MOE, prepare_model, run_python  # noqa: E402
 from benchmarks.gpu_runs import (  # noqa: E402
     Row,
     Run,
@@ -62,6 +65,7 @@ def main() -> None:
     parser = make_parser(__doc__, "gpu_lora")
     parser.add_argument("--steps", type=int, default=6, help="rollouts of a run")
     parser.add_argument("--skip", nargs="*", default=[], choices=["moe", "merged", "steps"], help="parts to leave out")
+    parser.add_argument("--base", default="bf16", choices=["bf16", "fp8"], help="the weights under the first adapters")
     options = parse_options(parser)
     adapters, experts = lora_run(options), moe_run(options)
     with ThreadPoolExecutor(1) as beside:
@@ -69,7 +73,7 @@ def main() -> None:
         run_train(adapters, options)
         if waiting:
             waiting.result()
-    series, shape = series_of(adapters, options), f"{adapters.model}, rank {rank_of(options)}"
+    series, shape = series_of(adapters, options), f"{adapters.model} in {options.base}, rank {rank_of(options)}"
     rows = [sync_row(series, shape), *arrival_rows(series, shape), wake_row(series, shape)]
     if waiting:
         what = "attention" if options.tiny else "all projections"
@@ -113,7 +117,14 @@ def lora_run(options: Namespace) -> Run:
     """The 4B shape, colocated, its adapters served."""
     model = "tiny" if options.tiny else "4B"
     more = [*colocated(options, tokens=4096, engine_share=0.45), *lora_flags(model, options)]
-    return Run("lora-adapter", model, rollout_flags(options, more))
+    if options.base == "fp8":
+        base = options.output / "models" / f"{model}-fp8"
+        if not base.exists() and not options.report:
+            plain = prepare_model(model, options.output / "models", device=options.accelerator, gguf=options.gguf)
+            block = ["--block-size", "16"] if options.tiny else []
+            run_python("tools/convert_hf_to_fp8.py", "--model-dir", str(plain), "--save-dir", str(base), *block)
+        more += ["--hf-checkpoint", base, "--ref-load", base]
+    return Run(f"lora-{options.base}", model, rollout_flags(options, more))
 
 
 def plain_run(options: Namespace) -> Run:

@@ -222,28 +222,42 @@ EXPERTS = {
     "EP 2 with CP 2": (f"{EP_2} --context-parallel-size 2", 1, {"max_tokens_per_gpu": 40}),
     "EP 2 with PP 2": (f"{EP_2} --pipeline-model-parallel-size 2", 2, {}),
 }
-OF_PRODUCTS = ("EP 2 with CP 2", "EP 2 with PP 2")
+OF_PRODUCTS = ("EP 2 with TP 2", "EP 2 with CP 2", "EP 2 with PP 2")
+
+
+def expected_of(family: str, work: Path) -> tuple[Path, tuple[Any, ...]]:
+    """A model of a family; the adapters that training starts from, and what PEFT makes of them."""
+    make_hf_model(work / "hf", family)
+    train(lora_args(work / "hf", "--expert-model-parallel-size 1"), write_start, work / "start", num_rollouts=0)
+    return work / "hf", (work / "start", *peft_steps(work / "hf", work / "start"))
+
+
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Any, ...]]:
+    return expected_of("qwen3_moe", tmp_path_factory.mktemp("experts"))
+
+
+@pytest.fixture(scope="module")
+def of_latent_attention(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Any, ...]]:
+    return expected_of("deepseek_v3", tmp_path_factory.mktemp("latent"))
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.slow] * (n in OF_PRODUCTS)) for n in EXPERTS])
-def test_adapters_of_experts_are_trained_as_peft_trains_them(tmp_path: Path, layout: str):
-    flags, dp_size, changes = EXPERTS[layout]
-    make_hf_model(tmp_path / "hf", "qwen3_moe")
-    start = tmp_path / "start"
-    train(lora_args(tmp_path / "hf", "--expert-model-parallel-size 1", **changes), write_start, start, num_rollouts=0)
-    log, after = peft_steps(tmp_path / "hf", start)
-    args = lora_args(tmp_path / "hf", flags, dp_size=dp_size, **changes)
-    train(args, check_steps, start, log, after, tmp_path / "out", num_rollouts=STEPS, dp_size=dp_size)
+def test_adapters_of_experts_are_trained_as_peft_trains_them(
+    of_experts: tuple[Path, tuple[Any, ...]], tmp_path: Path, layout: str
+):
+    (flags, dp_size, changes), (hf, expected) = EXPERTS[layout], of_experts
+    args = lora_args(hf, flags, dp_size=dp_size, **changes)
+    train(args, check_steps, *expected, tmp_path / "out", num_rollouts=STEPS, dp_size=dp_size)
 
 
 @pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2 --sequence-parallel"])
-def test_adapters_of_latent_attention_are_trained_as_peft_trains_them(tmp_path: Path, layout: str):
-    make_hf_model(tmp_path / "hf", "deepseek_v3")
-    start = tmp_path / "start"
-    train(lora_args(tmp_path / "hf", "--expert-model-parallel-size 1"), write_start, start, num_rollouts=0)
-    log, after = peft_steps(tmp_path / "hf", start)
+def test_adapters_of_latent_attention_are_trained_as_peft_trains_them(
+    of_latent_attention: tuple[Path, tuple[Any, ...]], tmp_path: Path, layout: str
+):
+    hf, (start, log, after) = of_latent_attention
     assert {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"} <= {name.split(".")[-3] for name in after}
-    args = lora_args(tmp_path / "hf", f"{layout} --expert-tensor-parallel-size 1")
+    args = lora_args(hf, f"{layout} --expert-tensor-parallel-size 1")
     train(args, check_steps, start, log, after, tmp_path / "out", num_rollouts=STEPS)
 
 

@@ -66,7 +66,8 @@ REFUSED = {
     "--lora-rank 0": "--lora-rank 0",
     "--lora-rank 8 --lora-alpha 0": "--lora-alpha 0: adapters are multiplied by alpha / rank, so it must be above 0",
     "--lora-rank 8 --lora-alpha -4": "--lora-alpha -4: adapters",
-    "--lora-rank 8 --lora-target-modules lm_head": "--lora-target-modules lm_head: adapters are built for "
+    "--lora-rank 8 --lora-target-modules lm_head": "--lora-target-modules lm_head: its rows are padded, and read in "
+    "chunks without the layer; adapters are built for "
     "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.",
     "--lora-rank 8 --lora-exclude-modules router": "--lora-exclude-modules router: the model has no such",
     "--lora-rank 8 --lora-exclude-modules k_proj": "--lora-exclude-modules k_proj lacks k_proj: q_proj, k_proj",

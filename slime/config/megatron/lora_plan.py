@@ -171,7 +171,8 @@ def _check_targets(args: Args) -> Iterator[str]:
     for flag, values in zip(more, (given, excluded), strict=True):
         for value in values:
             if value not in (*names, *more[flag]):
-                why = "adapters are built for" if value in _VOCABULARY else "the model has no such projection; it has"
+                padded = "its rows are padded, and read in chunks without the layer; adapters are built for"
+                why = padded if value in _VOCABULARY else "the model has no such projection; it has"
                 yield f"{flag} {value}: {why} {', '.join(names) or 'none'}."
     taken = [name for name in names if (name in given or ALL_LINEAR in given) and name not in excluded]
     fused = FUSED_IN_ENGINES.values() if args.lora_serve == ADAPTER else ()
@@ -245,7 +246,7 @@ def _check_load(args: Args) -> Iterator[str]:
         differences = [f"{key} {saved.get(key)}" for key, ours in plan.as_json().items() if saved.get(key) != ours]
         if differences:
             yield f"--load {args.load} holds adapters with {', '.join(differences)}; repeat its --lora-* flags."
-    elif plan is not None and _is_another(args.load, base):
+    elif plan and classify_checkpoint(args.load) and Path(str(args.load)).resolve() != Path(base).resolve():
         flag = "--ref-load" if args.ref_load else "--hf-checkpoint"
         yield (
             f"--load {args.load} holds no adapters, and the base of --lora-rank {plan.rank} is {flag} {base}; give "
@@ -274,11 +275,6 @@ def _iteration(path: str | None, step: int | None) -> Path | None:
         return resolve_checkpoint_dir(str(path), step)[0] if classify_checkpoint(path) == "megatron" else None
     except (UsageError, OSError, ValueError):
         return None  # said elsewhere
-
-
-def _is_another(load: str | None, base: str) -> bool:
-    """Whether --load is a checkpoint, and not the base."""
-    return classify_checkpoint(load) is not None and Path(str(load)).resolve() != Path(base).resolve()
 
 
 LORA: tuple[Check, ...] = (
