@@ -69,6 +69,7 @@ def prepare(launch: dict[str, Any]) -> None:
     from slime.models.families import family_of_config
 
     is_cpu = launch["accelerator"] == "cpu"
+    engine_patches.import_one_model(config, launch["server_args"])
     if not is_cpu:
         engine_patches.write_numa_script_privately()
     if not is_cpu and launch["server_args"].get("enable_weights_cpu_backup"):
