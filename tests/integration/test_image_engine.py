@@ -216,9 +216,18 @@ def test_images_in_the_answers_of_tools_are_seen_alike(
         assert (sample.multimodal_train_inputs or {})["image_grid_thw"].shape == (len(sample.image_spans or []), 3)
 
 
-async def short_turn(conversation: Conversation, params: dict[str, Any], evaluation: bool) -> str:
-    """A turn of four tokens, which a random model would not end by itself."""
-    done = conversation.sample.response_length
-    text = await Conversation.write_turn(conversation, {**params, "max_new_tokens": done + 4}, evaluation)
-    conversation.sample.status = Sample.Status.COMPLETED
+async def short_turn(conversation: Conversation, params: dict[str, Any], evaluation: bool, *, length: int = 4) -> str:
+    """A turn of few tokens, which a random model would not end by itself."""
+    sample = conversation.sample
+    done = sample.response_length
+    text = await Conversation.write_turn(conversation, {**params, "max_new_tokens": done + length}, evaluation)
+    if sample.status is Sample.Status.TRUNCATED:
+        sample.status = Sample.Status.COMPLETED
     return text
+
+
+async def photograph(args: Any, sample: Sample, params: dict[str, Any], evaluation: bool = False) -> Sample:
+    """A generate function: a conversation with the camera, whose turns are long enough to be aborted."""
+    conversation = Camera(args, sample)
+    conversation.write_turn = partial(short_turn, conversation, length=40)  # type: ignore[method-assign]
+    return await converse(conversation, params, evaluation)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from examples.tiny import write_jsonl
 from examples.tiny_vlm.make_data import problems
+from slime.checkpoints.rollout_files import load_samples
 from slime.weights.names import TOWER
 from tests.integration.launch import ROOT, make_model, train
 
@@ -87,3 +88,30 @@ def test_two_ranks_resume_half_done_responses_to_images(tmp_path: Path, backend:
     gaps = run.column("train/train_rollout_logprob_abs_diff")
     assert len(gaps) == 2 and max(gaps) < 1e-4
     assert_trained(model, tmp_path / "hf")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_half_done_conversations_keep_the_images_of_their_tools(tmp_path: Path) -> None:
+    """Every turn is answered with an image; rollouts end in the middle of turns, and the next ones go on with them."""
+    code = ROOT / "tests/integration/test_image_engine.py"
+    (tmp_path / "camera.yaml").write_text(f"tool_function_path: {code}:camera\n")
+    flags = flags_of_run(model_of("qwen3_vl", tmp_path), "fsdp", tmp_path / "train.jsonl", response_len=300)
+    flags.remove("--apply-chat-template")  # a conversation's prompt is its messages
+    run = train(
+        tmp_path / "run",
+        *(*flags, "--custom-generate-function-path", f"{code}:photograph", "--max-turns", 3),
+        *("--custom-config-path", tmp_path / "camera.yaml", "--partial-rollout", "--over-sampling-batch-size", 8),
+        *("--mask-offpolicy-in-partial-rollout", "--num-rollout", 4),
+        *("--save-debug-rollout-data", tmp_path / "rollouts" / "{rollout_id}.pt"),
+    )
+    assert max(run.column("rollout/partial_rollout/resumed_samples", "rollout/step")) > 0
+    gaps = run.column("train/train_rollout_logprob_abs_diff")
+    assert len(gaps) == 4 and max(gaps) < 1e-4
+    samples = [s for path in (tmp_path / "rollouts").glob("*.pt") for s in load_samples(path, option="the dump")]
+    resumed = [sample for sample in samples if len(set(sample.weight_versions)) > 1]
+    own = [[start for start, _ in s.image_spans or () if start >= len(s.tokens) - s.response_length] for s in resumed]
+    assert max(map(len, own), default=0) > 0, "one that was resumed has images of its tool"
+    for sample, starts in zip(resumed, own, strict=True):
+        words = sample.response.removesuffix("<|image_pad|>")  # the model may have ended with one
+        assert words.count("<|image_pad|>") == len(starts)
