@@ -160,6 +160,30 @@ COLOCATED = Picture(
         (110, 278, "time goes from left to right; without a GPU nothing is released"),
     ),
 )
+STEP = Picture(
+    "One colocated step of 10.2 seconds to scale, and below it the turns of the GPU ten times as large",
+    860,
+    260,
+    (
+        Box(70, 40, 432, 50, "generate", "6.17 s", BLUE),
+        Box(502, 40, 29, 50, "", "", AMBER),
+        Box(531, 40, 206, 50, "train", "2.95 s"),
+        Box(737, 40, 32, 50, "", "", AMBER),
+        Box(70, 150, 28, 50, "", "", BLUE),
+        Box(98, 150, 224, 50, "trainer wakes up", "0.32 s"),
+        Box(322, 150, 70, 50, "data", "0.10 s", GREY),
+        Box(440, 150, 35, 50, "", "", AMBER),
+        Box(475, 150, 196, 50, "trainer sleeps", "0.28 s"),
+        Box(671, 150, 63, 50, "cache", "0.09 s", BLUE),
+    ),
+    ((516, 90, 330, 146), (753, 90, 590, 146)),
+    (
+        (70, 28, "a step of the 0.6B model, 64 x 8 responses of 512 tokens, one H200"),
+        (70, 224, "the engine releases its memory: 0.04 s"),
+        (440, 224, "weight sync: 0.05 s"),
+        (70, 246, "where both fit, the trainer neither wakes up nor sleeps"),
+    ),
+)
 WEIGHT_SYNC = Picture(
     "A weight sync: shards of the trainer are gathered, renamed, sent in buckets, and loaded by paused engines",
     860,
@@ -227,6 +251,7 @@ PICTURES = {
     "processes": PROCESSES,
     "async": ASYNC,
     "colocated": COLOCATED,
+    "step": STEP,
     "weight_sync": WEIGHT_SYNC,
     "parallel": PARALLEL,
 }
