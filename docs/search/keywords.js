@@ -106,7 +106,7 @@ const PAGE_KEYWORDS = {
   "docs/reference/verl_parameters": "verl parameter config hydra",
   "docs/performance": "slow fast expected numbers a100 h100 h200 gpu idle good number mfu target figures benchmark",
   "docs/performance/scaling": "how long does training take estimate larger cluster hundreds of gpus",
-  "docs/lora_serving": "adapter serve merged engine version request",
+  "docs/lora_serving": "adapter serve merged engine version request quantised base fp8 int4 8 bit 4 bit qlora",
   "docs/lora_policies": "several many multiple adapters policies tenants tasks one base together multi lora",
   "examples/multi_agent/README": "several agents talk other cooperate solver multi-agent",
   "examples/tau-bench/README": "user simulator simulated customer conversation",
