@@ -407,6 +407,7 @@ REFUSED = {
     "--recompute-granularity selective": "recomputes whole layers: give full",
     "--fsdp-replicate-size 3": "--fsdp-replicate-size 3 must divide the trainer's ranks",
     "--optimizer-cpu-offload": "--fsdp-cpu-offload keeps the optimizer in host memory",
+    "--accelerator cuda --actor-num-gpus-per-node 2 --fsdp-cpu-offload": "--fsdp-cpu-offload works on one GPU",
     "--optimizer dist_muon": "use muon with --train-backend fsdp",
     "--optimizer muon --lora-rank 4": "--optimizer muon does not go with --lora-rank 4",
     "--optimizer muon --muon-scale-mode unit_rms_norm": "give spectral or shape_scaling",
