@@ -146,8 +146,9 @@ def test_logits_are_the_formulas_and_every_tensor_comes_back(predicting, tmp_pat
     run_world(1, check_logits_and_names, args, expected, tmp_path / "exported")
 
 
-TRAINED = {"mtp_num_layers": 1, "enable_mtp_training": True, "clip_grad": 0.0, "normalize_advantages": False}
-"""The clip is off: it would see the predictions' gradients, too."""
+CLIP = 0.02
+"""Below both norms, of the policy's gradients and of the predictions'."""
+TRAINED = {"mtp_num_layers": 1, "enable_mtp_training": True, "clip_grad": CLIP, "normalize_advantages": False}
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -156,7 +157,7 @@ OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 RUNS = {
     "single": Case(changes=TRAINED),
     "factor 0": Case(changes=TRAINED | {"mtp_loss_scaling_factor": 0.0}),
-    "without": Case(changes={"clip_grad": 0.0, "normalize_advantages": False}),
+    "without": Case(changes={"clip_grad": CLIP, "normalize_advantages": False}),
 }
 ALWAYS = {
     "recomputed": Case(RECOMPUTE, changes=TRAINED | {"recompute_loss_function": True}),
@@ -226,7 +227,7 @@ def test_a_checkpoint_goes_on_in_another_layout_with_its_predictions(name, direc
 def assert_same(found: dict[str, Any], expected: dict[str, Any], before: dict[str, torch.Tensor]) -> None:
     """Losses and gradient norms within 1e-5, updates within a thousandth of the way that a tensor went."""
     for step, expected_step in zip(found["steps"], expected["steps"], strict=True):
-        for key in ("loss", "grad_norm", "mtp_loss", "mtp_1_loss"):
+        for key in ("loss", "grad_norm", "mtp_grad_norm", "mtp_loss", "mtp_1_loss"):
             assert step[f"train/{key}"] == pytest.approx(expected_step[f"train/{key}"], rel=1e-5), key
     assert set(found["weights"]) == set(expected["weights"])
     for tensor, value in found["weights"].items():
@@ -251,5 +252,6 @@ def test_predictions_learn_by_the_scaling_factor(trained):
     assert moved["single"] > 2 * moved["factor 0"]  # what is left is weight decay
     first, second = results["single"][0]["steps"]
     assert first["train/mtp_loss"] == first["train/mtp_1_loss"] > 0
-    assert first["train/grad_norm"] > results["factor 0"][0]["steps"][0]["train/grad_norm"]
+    assert first["train/grad_norm"] == results["factor 0"][0]["steps"][0]["train/grad_norm"] > CLIP
+    assert first["train/mtp_grad_norm"] > CLIP > results["factor 0"][0]["steps"][0]["train/mtp_grad_norm"] == 0
     assert second["train/mtp_loss"] != first["train/mtp_loss"]

@@ -2,10 +2,10 @@
 
 Layer k (from 1) takes the hidden state of a token and the embedding of the token k further on, and predicts the one
 behind that. The layers are Megatron's. They are drafts of the policy and not a part of it: no gradient of theirs
-reaches the model's hidden states, its embedding or its output layer, so that the policy is trained alike with and
-without them. They run only where they are trained (--enable-mtp-training), and are frozen otherwise. Which token is
-how far on is known to slime.backends.megatron_utils.data, which respects the samples of a pack; the loss is
-slime.backends.megatron_utils.loss.prediction_loss's.
+reaches the model's hidden states, its embedding or its output layer, and theirs are clipped by a norm of their own, so
+that the policy is trained alike with and without them. They run only where they are trained (--enable-mtp-training),
+and are frozen otherwise. Which token is how far on is known to slime.backends.megatron_utils.data, which respects the
+samples of a pack; the loss is slime.backends.megatron_utils.loss.prediction_loss's.
 
 They are on the last pipeline stage, behind the model's layers. Megatron (0.16.1) would give that stage an embedding
 that is trained twice, with moments and a sum of gradients; none comes from here, so that a copy which the first stage
@@ -15,7 +15,8 @@ fills before each train step (`lend_embedding`) is enough.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -164,3 +167,72 @@ def lend_embedding(chunks: Sequence[torch.nn.Module]) -> None:
         return
     source, group = parallel_state.get_pipeline_model_parallel_first_rank(), parallel_state.get_embedding_group()
     dist.broadcast(embedding.weight.data, src=source, group=group)
+
+
+PREDICTION = "prediction"
+"""The attribute `shared` of a prediction layer's parameters, which Megatron's optimizers pass on to their copies, and
+leave out of the norm of all gradients."""
+
+
+def mark_predictions(chunks: Sequence[torch.nn.Module]) -> None:
+    """Have the norm of all gradients, by which the policy's are clipped, leave out those of the prediction layers.
+
+    Args:
+        chunks: this rank's, bare, before there is an optimizer.
+    """
+    for chunk in chunks:
+        if hasattr(chunk, "mtp"):
+            for param in chunk.mtp.parameters():
+                param.shared = PREDICTION
+
+
+class PredictionClip:
+    """Clips the gradients of prediction layers by their own norm, in the place of an optimizer's `get_grad_norm`.
+
+    Megatron asks for the norm when gradients are reduced and before it clips; it scales all of them by the policy's
+    norm afterwards, which is made up for here.
+
+    Args:
+        optimizer: of a model whose prediction layers are marked; changed.
+
+    Attributes:
+        norm: of the last step, before clipping.
+    """
+
+    def __init__(self, optimizer: ChainedOptimizer) -> None:
+        self.norm = 0.0
+        self._optimizer = optimizer
+        self._norm_of_policy = optimizer.get_grad_norm
+        optimizer.get_grad_norm = self
+
+    @torch.no_grad()
+    def __call__(self) -> float:
+        """Return the policy's norm (collective), and scale the gradients of the prediction layers."""
+        of_policy, most = float(self._norm_of_policy()), float(self._optimizer.config.clip_grad)
+        parts = self._optimizer.chained_optimizers
+        self.norm = math.sqrt(sum(_prediction_norm(part) ** 2 for part in parts))
+        if most > 0.0:
+            own, all_of_them = (min(1.0, most / (norm + 1e-6)) for norm in (self.norm, of_policy))
+            for part in parts:
+                for _, grad in _prediction_grads(part):
+                    grad.mul_(own / all_of_them)
+        return of_policy
+
+
+def _prediction_norm(part: MegatronOptimizer) -> float:
+    """The norm of the gradients of prediction layers over all ranks (collective), each counted once."""
+    group = getattr(part, "tp_group", None)
+    grads = [
+        grad
+        for param, grad in _prediction_grads(part)
+        if tensor_parallel.param_is_not_tensor_parallel_duplicate(param, group)
+    ]
+    return float(get_grad_norm_fp32(grads, grad_stats_parallel_group=part.get_grad_stats_parallel_group()))
+
+
+def _prediction_grads(part: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's shares of the prediction layers' parameters, with their gradients."""
+    name = "decoupled_grad" if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
+    for param in part.get_parameters():
+        if getattr(param, "shared", None) == PREDICTION and (grad := getattr(param, name, None)) is not None:
+            yield param, grad

@@ -23,6 +23,7 @@ from slime.backends.megatron_utils.layers.fp8_forward import compute_in_fp8
 from slime.backends.megatron_utils.layers.fp8_training import train_in_fp8
 from slime.backends.megatron_utils.layers.int4_weights import round_weights_to_int4
 from slime.backends.megatron_utils.layers.lora import attach_adapters
+from slime.backends.megatron_utils.layers.mtp import PredictionClip, mark_predictions
 from slime.backends.megatron_utils.layers.value_head import HEAD, is_value_model, replace_output_layer
 from slime.backends.megatron_utils.model.model_weights import (
     EMBEDDING,
@@ -83,6 +84,8 @@ def setup_model_and_optimizer(args: Args) -> TrainState:
     if not is_value_model(args):  # no engine runs it
         round_weights_to_int4(bare, Int4Training.of(args))
     attach_adapters(args, bare)
+    if args.enable_mtp_training:
+        mark_predictions(bare)
     ddp_config = gradient_buckets(args, bare[0])
     model = [wrap_model(module, ddp_config, is_first=not stage) for module, stage in zip(bare, stages, strict=True)]
     optimizer = _make_optimizer(args, model)
@@ -91,6 +94,8 @@ def setup_model_and_optimizer(args: Args) -> TrainState:
         # and Megatron (0.16.1) cannot save it.
         parts = optimizer.chained_optimizers
         optimizer.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
+    if args.enable_mtp_training:
+        PredictionClip(optimizer)
     if args.use_stateless_adam:
         keep_no_moments(optimizer)
     connect(model, optimizer)

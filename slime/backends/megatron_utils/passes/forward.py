@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
-from slime.backends.megatron_utils.layers.mtp import as_predicting, lend_embedding
+from slime.backends.megatron_utils.layers.mtp import PredictionClip, as_predicting, lend_embedding
 from slime.backends.megatron_utils.layers.routing import load_balancing_metrics
 from slime.backends.megatron_utils.loss import (
     DeferredLogits,
@@ -329,6 +329,7 @@ def train_one_step(
 
     Returns:
         metrics of the step over all ranks, the same on each: what the loss reports, `grad_norm` (before clipping),
+        `mtp_grad_norm` likewise (with --enable-mtp-training, whose layers are not in the first),
         `num_zeros_in_grad` (with --log-num-zeros-in-grad), the learning rate of each parameter group in this update
         (`lr-pg_<i>`) and `global_batch_size`.
     """
@@ -353,6 +354,8 @@ def train_one_step(
         metrics |= load_balancing_metrics(args, micro_batches.num_microbatches[step_id])
     if grad_norm is not None:  # an overflowed gradient has none
         metrics["grad_norm"] = float(grad_norm)
+    if isinstance(state.optimizer.get_grad_norm, PredictionClip):
+        metrics["mtp_grad_norm"] = state.optimizer.get_grad_norm.norm
     if args.log_num_zeros_in_grad and num_zeros is not None:
         metrics["num_zeros_in_grad"] = float(num_zeros)
     metrics |= {f"lr-pg_{i}": rate for i, rate in enumerate(rates)}
