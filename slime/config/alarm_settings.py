@@ -109,6 +109,7 @@ class AlarmSettings(BaseModel):
     slow_engine: Level = Level(at_least=2)
     slow_rank: Level = Level(at_least=1.5)
     kv_full: Level = Level(at_least=0.5)
+    drafts_lose: Level = Level(at_least=1)
     slow_phase: Jump = Jump(factor=6, at_least=60)
     low_mfu: Below = Below()
 

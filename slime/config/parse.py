@@ -61,6 +61,7 @@ from slime.config.sglang.engine_flags import (
     add_sglang_arguments,
     derive_engines,
     derive_sglang,
+    draft_problems,
     served_model_problems,
     set_aside,
     sglang_problems,
@@ -287,6 +288,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
         if hf_config is not None:
             synced = not args.debug_rollout_only
             problems.unsupported += served_model_problems(hf_config, args.hf_checkpoint, is_synced=synced)
+            problems.wrong += draft_problems(args, hf_config)
     problems.lacking += devices.MISSING_TRANSPORT(args)
     problems.notes += debug.template_notes(args)
     for option, path in _generates(args).items():

@@ -303,6 +303,11 @@ RULES: dict[str, Rule] = {
         _level("rollout/engine_loads/full_ratio"),
         ("--sglang-mem-fraction-static", "--sglang-server-concurrency"),
     ),
+    "drafts_lose": Rule(
+        "engines accept fewer drafts than pays",
+        _level("rollout/spec_break_even"),
+        ("--spec-auto-off", "--enable-mtp-training", "--sglang-speculative-num-steps", "--spec-break-even-length"),
+    ),
     "slow_phase": Rule(
         "a phase took many times as long as it usually does", slow_phase, ("--stall-timeout", "--use-pytorch-profiler")
     ),

@@ -56,6 +56,8 @@ OURS = {
     "--prometheus-port": "one scrape target for the whole run",
     "--prometheus-host": "one scrape target for the whole run",
     "--dashboard-port": "pages over the run",
+    "--spec-auto-off": "drafts that lose are stopped",
+    "--spec-break-even-length": "drafts that lose are seen",
     "--elastic-dp": "fault tolerance",
     "--max-restarts": "fault tolerance",
     "--disable-api-key-per-run": "engines and routers ask for a key",

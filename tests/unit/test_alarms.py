@@ -13,6 +13,7 @@ import pytest
 from slime.config.alarm_settings import AlarmSettings, alarm_settings
 from slime.config.parse import FLAG_CLASSES
 from slime.config.parser import defaults_of
+from slime.config.sglang.engine_flags import SglangFlags
 from slime.observability import logging_utils
 from slime.observability.alarms import DOCS, RULES, AlarmWatch, replay
 from slime.utils.errors import UsageError
@@ -159,12 +160,13 @@ def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str) -> Non
 
 
 def test_every_alarm_has_thresholds_flags_that_exist_and_a_place_in_the_page() -> None:
-    flags = {f"--{name.replace('_', '-')}" for group in FLAG_CLASSES for name in defaults_of(group)}
+    flags = {f"--{name.replace('_', '-')}" for group in (*FLAG_CLASSES, SglangFlags) for name in defaults_of(group)}
     flags |= {
         "--clip-grad",
         "--lr",
         "--sglang-server-concurrency",
         "--sglang-mem-fraction-static",
+        "--sglang-speculative-num-steps",
     }  # Megatron's, SGLang's
     page = (ROOT / DOCS).read_text()
     assert list(AlarmSettings.model_fields) == list(RULES)

@@ -22,7 +22,7 @@ from slime.config.sglang.options import OWNED
 def arguments(**changed: object) -> Namespace:
     values = {"accelerator": "cpu", "seed": 100, "trust_remote_code": False}
     values |= {"update_weights_in_flight": False, "use_rollout_routing_replay": False, "hf_checkpoint": "/models/m"}
-    values["sglang_server_concurrency"] = 512
+    values |= {"sglang_server_concurrency": 512, "spec_auto_off": False}
     values["params_dtype"] = "float32" if changed.get("accelerator", "cpu") == "cpu" else "bfloat16"
     return Namespace(**(values | changed))
 

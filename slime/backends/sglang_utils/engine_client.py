@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.backends.sglang_utils.engine_patches import PROBE
+from slime.backends.sglang_utils.engine_patches import DRAFTS_OFF, PROBE
 from slime.backends.sglang_utils.server_control import (
     CONTROL_TIMEOUT_S,
     Probe,
@@ -157,6 +157,10 @@ class EngineClient:
             RuntimeError: they differ from the copy; names the tensors.
         """
         self._update("weights_checker", action=action)
+
+    def stop_drafts(self) -> None:
+        """Have a server of a run with --spec-auto-off draft no more; requests in flight go on without."""
+        self._update("weights_checker", action=DRAFTS_OFF)
 
     def sample_weights(self, names: Sequence[str]) -> list[dict[str, str]] | None:
         """What each rank of the server holds of these tensors: name -> `weight_samples.describe`.

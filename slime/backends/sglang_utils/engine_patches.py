@@ -15,6 +15,7 @@ import itertools
 import multiprocessing.spawn
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -28,6 +29,8 @@ PROBE = "probe"
 """In the place of a backend of a process group: only see whether the address can be reached."""
 BIAS = "score.bias"
 OTHER_MODELS = "SGLANG_DISABLED_MODEL_ARCHS"
+DRAFTS_OFF = "drafts off"
+"""An action of /weights_checker; in the place of a file, that an engine may be asked for it."""
 
 
 def probe_before_joining() -> None:
@@ -171,6 +174,49 @@ def keep_host_copies() -> None:
         pause(adapter, tag)
 
     saver._TorchMemorySaverAdapterReal.pause = keep_and_pause
+
+
+def keep_own_drafts() -> None:
+    """Leave a draft that is no part of the trained model as it is in every weight sync and check.
+
+    SGLang gives what it receives to the drafting model, too. A head of its own has layers under the names of the
+    target's first ones: with other shapes the sync fails, with the same its weights are overwritten by the target's.
+    NGRAM has no model, and SGLang fails to load files into it.
+    """
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
+
+    start = Manager.__init__
+
+    def start_without_draft(manager: Any, **parts: Any) -> None:
+        start(manager, **parts | {"draft_worker": None})
+
+    Manager.__init__ = start_without_draft
+
+
+def stop_drafts_when_told(num_steps: int) -> None:
+    """Have an engine draft so many tokens, and none from the moment on when `DRAFTS_OFF` is asked of it.
+
+    SGLang changes how many it drafts by itself (--speculative-adaptive): it has the graphs of every number, zero among
+    them, which is plain decoding. Here it has these two, and changes when it is told to.
+    """
+    from sglang.srt.managers.io_struct import CheckWeightsReqOutput
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
+    from sglang.srt.speculative import adaptive_spec_params
+
+    # With zero steps it would still compute the draft's cache, for a return to drafts that does not come.
+    os.environ["SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"] = "1"
+    entry = {"candidate_steps": [0, num_steps], "warmup_batches": sys.maxsize}
+    adaptive_spec_params._load_adaptive_config = lambda path: ({}, {1: entry})
+    check = Manager.check_weights
+
+    def check_or_stop(manager: Any, request: Any) -> Any:
+        if request.action != DRAFTS_OFF:
+            return check(manager, request)
+        for slot in manager.scheduler.draft_worker.adaptive_controller.params._slots.values():
+            slot.current_steps = 0
+        return CheckWeightsReqOutput(success=True, message="It drafts no more.", payload=None)
+
+    Manager.check_weights = check_or_stop
 
 
 def serve_live_adapter() -> None:

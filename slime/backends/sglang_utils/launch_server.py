@@ -81,6 +81,10 @@ def prepare(launch: dict[str, Any]) -> None:
     engine_patches.probe_before_joining()
     if launch["server_args"].get("enable_return_routed_experts"):
         engine_patches.return_routed_experts()
+    if _drafts_apart(launch["server_args"]):
+        engine_patches.keep_own_drafts()
+    if launch["server_args"].get("speculative_adaptive_config") == engine_patches.DRAFTS_OFF:
+        engine_patches.stop_drafts_when_told(launch["server_args"]["speculative_num_steps"])
     if launch["server_args"].get("enable_lora"):
         engine_patches.serve_live_adapter()
         engine_patches.take_stacks()
@@ -95,6 +99,12 @@ def prepare(launch: dict[str, Any]) -> None:
         install_layers(launch["accelerator"])
     if any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or []):
         engine_patches.clear_missing_bias()
+
+
+def _drafts_apart(server_args: dict[str, Any]) -> bool:
+    """Whether drafts come from no part of the model that is served."""
+    path = server_args.get("speculative_draft_model_path")
+    return server_args.get("speculative_algorithm") == "NGRAM" or path not in (None, server_args["model_path"])
 
 
 def _quantized_layers(config: dict[str, Any]) -> Callable[[str], None] | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils.cpu_standins import CPU_ATTENTION_BACKEND
+from slime.backends.sglang_utils.engine_patches import DRAFTS_OFF
 from slime.config.args import Args
 from slime.config.lora_policies import policies_of
 from slime.config.megatron.lora_plan import LoraPlan, served_plan
@@ -50,6 +51,8 @@ DECODE_GRAPHS = (
     "speculative_algorithm",
 )
 """What is given of these decides about decode graphs; drafts have sizes of their own."""
+DRAFTED_TOKENS = 3
+"""Those of a verification that SGLang itself chooses for most models."""
 CUDA_DEFAULTS: dict[str, Any] = {
     "log_level_http": "warning",  # one line a request otherwise
 }
@@ -119,7 +122,8 @@ def build_server_args(args: Args, spec: EngineSpec, place: EnginePlace) -> dict[
 
     Args:
         args: reads `accelerator`, `seed`, `trust_remote_code`, `update_weights_in_flight`,
-            `use_rollout_routing_replay`, `hf_checkpoint`, `params_dtype`, `sglang_server_concurrency`.
+            `use_rollout_routing_replay`, `hf_checkpoint`, `params_dtype`, `sglang_server_concurrency`; for an engine
+            that drafts also `spec_auto_off`.
         spec: which engine.
         place: its ports.
     """
@@ -141,7 +145,7 @@ def build_server_args(args: Args, spec: EngineSpec, place: EnginePlace) -> dict[
     if args.use_rollout_routing_replay and spec.model_path == args.hf_checkpoint:
         owned["enable_return_routed_experts"] = True
     if spec.releases_memory:
-        # A draft model's weights are never sent, nor are those of a model that is not trained.
+        # Weights of a draft model of its own are never sent, nor are those of a model that is not trained.
         owned |= {"enable_memory_saver": True, "enable_draft_weights_cpu_backup": True}
         if not spec.takes_weights or adapters:  # nobody sends the model under adapters again
             owned["enable_weights_cpu_backup"] = True
@@ -155,10 +159,21 @@ def build_server_args(args: Args, spec: EngineSpec, place: EnginePlace) -> dict[
     if spec.takes_weights:
         # SGLang itself would take a checkpoint in fp32 for fp16, to which bf16 weights are rounded as they arrive.
         defaults.setdefault("dtype", args.params_dtype)
+    if spec.settings.get("speculative_algorithm"):
+        defaults |= draft_defaults(args)
     if adapters:
         owned |= {"enable_lora": True, "lora_target_modules": list(adapters.target_modules)}
         defaults |= adapter_defaults(args, adapters)
     return defaults | dict(spec.settings) | owned
+
+
+def draft_defaults(args: Args) -> dict[str, Any]:
+    """How an engine drafts, unless flags say otherwise: SGLang itself would run no more than 48 requests at once."""
+    found: dict[str, Any] = {"max_running_requests": args.sglang_server_concurrency}
+    if args.spec_auto_off:  # whose own flags are refused with it
+        found |= {"speculative_adaptive": True, "speculative_adaptive_config": DRAFTS_OFF}
+        found["speculative_num_steps"] = DRAFTED_TOKENS
+    return found
 
 
 def graph_defaults(args: Args, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ is used on both sides; it does not know which tensors are worth asking for.
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _named(model: torch.nn.Module, names: set[str]) -> Iterator[tuple[str, torch
     for name in names:
         path, _, own_name = name.rpartition(".")
         # Engines have both parts of a model that sees images under names of their own.
-        places = (path, path.replace("model.language_model", "model"), path.removeprefix("model."))
+        places = (path, path.replace("model.language_model", "model"), path.removeprefix("model."), *_in_draft(path))
         module = next((found for place in places if (found := _submodule(model, place)) is not None), None)
         if module is None:
             continue
@@ -111,6 +112,12 @@ def _named(model: torch.nn.Module, names: set[str]) -> Iterator[tuple[str, torch
         tensor = {**module._parameters, **module._buffers}.get(own_name)
         if tensor is not None:
             yield name, tensor
+
+
+def _in_draft(path: str) -> tuple[str, ...]:
+    """Where a model that drafts has a module of the layer that predicts further tokens, which is all that it has."""
+    own = re.sub(r"^model\.(layers|mtp_layers)\.\d+\.", "", path)
+    return () if own == path else (f"model.decoder.{own}", f"model.mtp_block.{own}", f"model.{own}")
 
 
 def _submodule(model: torch.nn.Module, path: str) -> torch.nn.Module | None:

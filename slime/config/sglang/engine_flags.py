@@ -31,7 +31,7 @@ from slime.config.sglang.options import (
     set_aside,
     sglang_tables,
 )
-from slime.config.sglang.served_models import served_model_problems
+from slime.config.sglang.served_models import draft_problems, served_model_problems
 from slime.config.sglang.topology import num_policy_engines, plan_engines, topology_problems
 from slime.utils.misc import url_host
 
@@ -40,6 +40,7 @@ __all__ = [
     "add_sglang_arguments",
     "derive_engines",
     "derive_sglang",
+    "draft_problems",
     "explain_unknown",
     "served_model_problems",
     "set_aside",
@@ -67,6 +68,17 @@ class SglangFlags:
     )
     sglang_router_request_timeout_secs: int = flag(14400, "seconds the router waits for one request", at_least=1)
     sglang_server_concurrency: int = flag(512, "requests in flight per engine", at_least=1)
+    spec_break_even_length: float | None = flag(
+        None,
+        "tokens that a verification of drafts has to give on average for drafts to pay; below, there is an alarm",
+        needs="sglang_speculative_algorithm",
+        at_least=1,
+    )
+    spec_auto_off: bool = flag(
+        False,
+        "engines stop drafting for good after 3 rollouts below --spec-break-even-length",
+        needs="spec_break_even_length",
+    )
     api_key_per_run: bool = flag(
         True,
         "engines and routers answer anybody; otherwise they ask for the run's key, which slime's HTTP helpers send",

@@ -27,16 +27,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from slime.backends.sglang_utils.engine_client import MEMORY_TAGS
 from slime.backends.sglang_utils.server_control import Probe
 from slime.config.args import Args
+from slime.observability.rollout_metrics import draft_metrics
 from slime.ray.placement import Slot
 from slime.ray.rollout.joins import EngineJoins
 from slime.ray.rollout.replacements import Replacements
 from slime.ray.rollout.servers import RolloutServers, start_rollout_servers
-from slime.ray.rollout.watches import EngineEnds, EngineLoads, RouterWatch, engine_state
+from slime.ray.rollout.watches import DraftWatch, EngineEnds, EngineLoads, RouterWatch, engine_state
 from slime.ray.utils import RayActor, actor_env, get
 from slime.utils import http_utils
 from slime.utils.errors import HttpError
 from slime.utils.http.network import OUTAGES, origin
 from slime.utils.http_utils import init_http_client
+from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class EngineControl(RayActor):
     _ends: EngineEnds | None = None  # without
     _joins: EngineJoins | None = None  # with --elastic-rollout
     _loads: EngineLoads | None = None
+    _drafts: DraftWatch | None = None  # where there are engines
 
     def __init__(self, args: Args, engine_slots: list[Slot]) -> None:
         self.args = args
@@ -72,6 +75,7 @@ class EngineControl(RayActor):
     def _start_engines(self) -> None:
         self._servers = start_rollout_servers(self.args, slots=self._slots)
         self._servers.publish()
+        self._drafts = DraftWatch(self.args.spec_break_even_length, may_stop=self.args.spec_auto_off)
         self._router_watch = RouterWatch(self._servers.models)
         self._router_watch.start()
         self._loads = EngineLoads(self._router_urls)
@@ -243,6 +247,21 @@ class EngineControl(RayActor):
     def onload_kv(self) -> None:
         """Take what is needed to generate, besides weights."""
         self.onload([tag for tag in MEMORY_TAGS if tag not in WEIGHTS])
+
+    def _note_drafts(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Metrics of a rollout's drafts against break-even; drafts that have to stop are stopped, in new engines too.
+
+        Zero drafts are verifications for SGLang, which accept none: what it counts then is taken from the samples.
+        """
+        if self._drafts is None or self._servers is None:
+            return {}
+        if self._drafts.is_over:
+            for sample in samples:
+                sample.spec_info = Sample.SpecInfo()
+        found = self._drafts.note(draft_metrics(samples).get("spec_accept_length"))
+        if self._drafts.is_over:
+            self._servers.stop_drafts()
+        return found
 
     def _engine_metrics(self) -> dict[str, float]:
         found = self.replacements.metrics() if self.replacements else {}

@@ -149,7 +149,8 @@ class RolloutManager(EngineControl):
         rollout, self._generated = self._generated, None
         if rollout is None:
             return [], []
-        boxes = make_shares(self.args, rollout, self._parallel_config, self._engine_metrics(), self.recorder)
+        of_engines = self._engine_metrics() | self._note_drafts(rollout.samples)
+        boxes = make_shares(self.args, rollout, self._parallel_config, of_engines, self.recorder)
         return boxes, logging_utils.take_pending()
 
     @ray.method(concurrency_group="evaluation")

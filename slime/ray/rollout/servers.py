@@ -242,6 +242,12 @@ class RolloutServers:
                 else:
                     get(engine.continue_generation.remote(), "an engine to go on", CONTINUE_DEADLINE_S)
 
+    def stop_drafts(self) -> None:
+        """Have the engines that take the trainer's weights draft no more; one that is lost need not answer."""
+        for engine, _ in self.updatable:
+            with suppress(ActorFailure, TimeoutError):
+                get(engine.stop_drafts.remote(), "an engine to stop drafting", CONTINUE_DEADLINE_S)
+
     def shutdown(self) -> None:
         """End the routers and the engines that are ours."""
         for model in self.models:

@@ -401,3 +401,44 @@ def _load_of(url: str) -> Any:
         server_control.model_info_sync(url, timeout_s=ASK_S)
         return "answers, but tells no load"
     return problem
+
+
+class DraftWatch:
+    """Compares what drafts give with what they have to give, and says when they are to stop (--spec-auto-off).
+
+    Args:
+        break_even: tokens of a verification below which drafts lose; None compares nothing.
+        may_stop: whether they may be stopped at all.
+
+    Attributes:
+        is_over: drafts are to stop, for good.
+    """
+
+    PATIENCE = 3  # Rollouts that lose, one after the other, before drafts stop.
+
+    def __init__(self, break_even: float | None, *, may_stop: bool) -> None:
+        self._break_even = break_even
+        self._may_stop = may_stop
+        self._lost = 0
+        self.is_over = False
+
+    def note(self, length: float | None) -> dict[str, float]:
+        """Take the tokens that a verification gave in a rollout; None where there was none.
+
+        Returns:
+            `rollout/spec_break_even`: how much of them it takes for drafts to pay, at 1 or above they lose; and with
+            --spec-auto-off `rollout/spec_drafts`: 1 while engines draft.
+        """
+        found = {"rollout/spec_drafts": float(not self.is_over)} if self._may_stop else {}
+        if self._break_even is None or length is None or self.is_over:
+            return found
+        found["rollout/spec_break_even"] = self._break_even / length
+        self._lost = self._lost + 1 if length < self._break_even else 0
+        if self._may_stop and self._lost == self.PATIENCE:
+            logger.warning(
+                "drafts gave %.2f tokens a verification, less than --spec-break-even-length %g, in %d rollouts one "
+                "after the other: the engines stop drafting (--spec-auto-off)",
+                length, self._break_even, self._lost,
+            )  # fmt: skip
+            self.is_over = True
+        return found

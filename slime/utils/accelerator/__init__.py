@@ -80,6 +80,11 @@ def is_built_without_cuda() -> bool:
     return bool(says) and says.get("cuda") is None and says.get("hip") is None
 
 
+def is_built_for_amd() -> bool:
+    """Whether the installed torch is a build for AMD's GPUs."""
+    return bool(_torch_build().get("hip"))
+
+
 def cuda_version() -> str | None:
     """The CUDA that the installed torch was built with ("13.0"); None for a build for CPUs."""
     version: str | None = _torch_build().get("cuda")

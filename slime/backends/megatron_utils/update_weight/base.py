@@ -31,7 +31,7 @@ import logging
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,8 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 2
 NUM_TENSORS = 8
+DRAFT = "draft."
+"""What SGLang puts in front of a tensor's name in the model with which an engine drafts."""
 # SGLang fuses these, so that it has no tensor under their names.
 FUSED = re.compile(r"\.(q|k|v|gate|up|q_a|kv_a)_proj\b|_proj_with_mqa|\.experts\.")
 
@@ -346,7 +348,9 @@ class SyncChecks:
     def __init__(self, hf_checkpoint: str, num_predictions: int, *, with_tower: bool = False) -> None:
         self._checkpoint = hf_checkpoint
         self._expected = expected_hf_names(Path(hf_checkpoint), num_predictions, with_tower=with_tower)
-        self._chosen = choose(self._expected)
+        # An engine that drafts with layers of the model holds them in a model of their own.
+        self._of_drafts = choose(self._expected - expected_hf_names(Path(hf_checkpoint), with_tower=with_tower))
+        self._chosen = choose(self._expected) | self._of_drafts
         self._has_samples = bool(self._chosen)
         self._bytes_of_first_sync: int | None = None
         self.sent = Sent()
@@ -397,7 +401,8 @@ class SyncChecks:
     def _compare_samples(self, fleet: EngineFleet, asked: Calls, sent: Sent) -> None:
         num_equal = 0
         for number, ranks in zip(asked, fleet.wait(asked, "looking at the engines' weights"), strict=True):
-            for held in ranks or ():
+            for answer in ranks or ():
+                held = self._comparable(answer)
                 verdicts = {name: agrees(*sent.samples[name], held[name]) for name in held}
                 wrong = [name for name, verdict in verdicts.items() if verdict is False]
                 if wrong:
@@ -409,3 +414,9 @@ class SyncChecks:
         if not num_equal:
             self._has_samples = False
             logger.warning("no weight of the engines can be looked at: the syncs are checked by version and size only")
+
+    def _comparable(self, answer: Mapping[str, str]) -> dict[str, str]:
+        """An engine's answer by HF names; of a model that drafts, where a name may mean another tensor, its layers."""
+        of_draft = {name.removeprefix(DRAFT): held for name, held in answer.items() if name.startswith(DRAFT)}
+        own = {name: held for name, held in answer.items() if not name.startswith(DRAFT)}
+        return own | {name: held for name, held in of_draft.items() if name in self._of_drafts}
