@@ -1,6 +1,7 @@
 """Training in fp8 and with weights rounded to int4, on one Hopper GPU: are its numbers right, and what does it cost?
 
     python benchmarks/gpu_low_precision.py --part check                 products against float64, and their speeds
+    python benchmarks/gpu_low_precision.py --part deep_gemm             the products of linear_fc1 by another library
     python benchmarks/gpu_low_precision.py --part step --shape 4B:16    a train step: bf16, fp8 forward pass, fp8
     python benchmarks/gpu_low_precision.py --part gap --mode fp8        one run; also bf16-for-fp8, int4, bf16-for-int4
     python benchmarks/gpu_low_precision.py --part learn                 the loss of a model that learns sums
@@ -29,7 +30,6 @@ import random
 import statistics
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,6 +75,7 @@ LINEARS = {
 TOKENS = 16384
 FASTER = 1.2
 GAP = "train/train_rollout_logprob_abs_diff"
+PRECISIONS = ["bf16", "fp8", "fp8 forward"]
 MODES = {"fp8": "fp8", "bf16-for-fp8": "fp8", "int4": "int4", "bf16-for-int4": "int4"}
 """What a run of `gap` is called -> what its engine's checkpoint is in."""
 GROUP_SIZE = 128
@@ -82,7 +83,8 @@ GROUP_SIZE = 128
 
 def main() -> None:
     parser = make_parser(__doc__, "gpu_low_precision")
-    parser.add_argument("--part", choices=["check", "step", "gap", "learn"], required=True)
+    parser.add_argument("--part", choices=["check", "deep_gemm", "step", "gap", "learn"], required=True)
+    parser.add_argument("--only", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="of step; bf16 is the base")
     parser.add_argument("--shape", default="4B:16", help="of step: a shape of gpu_train_step.py, and how many layers")
     parser.add_argument("--layout", default="", help="of step: more flags of train.py, of all precisions")
     parser.add_argument("--mode", nargs="+", choices=list(MODES), default=list(MODES), help="of gap")
@@ -90,7 +92,8 @@ def main() -> None:
     options = parse_options(parser)
     options.output.mkdir(parents=True, exist_ok=True)
     options.benchmark += f"-{options.part}" + (f"-{options.shape}" if options.part == "step" else "")
-    rows = {"check": check, "step": step, "gap": gap, "learn": learn}[options.part](options)
+    parts = {"check": check, "deep_gemm": deep_gemm, "step": step, "gap": gap, "learn": learn}
+    rows = parts[options.part](options)
     sys.exit(report(list(rows), options))
 
 
@@ -271,6 +274,55 @@ def speed(name: str) -> Row:
                f"{fp8:.2f} ms", f"{bf16:.2f} ms", bf16 / fp8, f">= {FASTER}", bf16 / fp8 >= FASTER, note)  # fmt: skip
 
 
+# ---- deep_gemm
+
+
+def deep_gemm(options: Namespace) -> Iterator[Row]:
+    """The products of linear_fc1 by DeepGEMM (sgl-deep-gemm), beside cuBLAS's: would training gain by it?"""
+    if options.tiny:
+        yield not_measured("products by DeepGEMM", "", "", "it needs a Hopper GPU")
+        return
+    yield guarded("products by DeepGEMM", deep_gemm_row)
+
+
+def deep_gemm_row() -> Row:
+    import deep_gemm as library
+
+    rows_of, columns_of = LINEARS["linear_fc1"]
+    rows, grad = (torch.randn(TOKENS, width, device="cuda").bfloat16() for width in (columns_of, rows_of))
+    weight = torch.randn(rows_of, columns_of, device="cuda").bfloat16()
+    of_rows, of_columns = quantized(rows, rows=True, columns=True)
+    grad_rows, grad_columns = quantized(grad, rows=True, columns=True)
+    straight = quantized_weight(weight, is_ue8m0=False)
+    turned = quantized_weight(weight, is_ue8m0=False, transposed=True)
+    output, of_input = torch.empty_like(grad), torch.empty_like(rows)
+    buffer = torch.zeros(rows_of, columns_of, device="cuda")
+
+    def add_weight_gradient() -> None:
+        library.fp8_gemm_nt(tuple(grad_columns), tuple(of_columns), buffer, c=buffer, recipe=(1, 1, 128))
+
+    add_weight_gradient()
+    wrong = {"dw": relative(buffer, multiply(grad_columns, of_columns, torch.float32))}
+    library.fp8_gemm_nt(tuple(of_rows), (straight[0], straight[1].contiguous()), output)
+    wrong["out"] = relative(output, multiply(of_rows, straight, torch.bfloat16))
+    library.fp8_gemm_nt(tuple(grad_rows), (turned[0], turned[1].contiguous()), of_input)
+    wrong["dx"] = relative(of_input, multiply(grad_rows, turned, torch.bfloat16))
+    parts = {
+        "out": lambda: library.fp8_gemm_nt(tuple(of_rows), (straight[0], straight[1].contiguous()), output),
+        "dx": lambda: library.fp8_gemm_nt(tuple(grad_rows), (turned[0], turned[1].contiguous()), of_input),
+        "dw": add_weight_gradient,
+        "cuBLAS out": lambda: multiply(of_rows, straight, torch.bfloat16),
+        "cuBLAS dx": lambda: multiply(grad_rows, turned, torch.bfloat16),
+        "cuBLAS dw": lambda: buffer.add_(multiply(grad_columns, of_columns, torch.float32)),
+    }
+    taken = {part: milliseconds(function) for part, function in parts.items()}
+    ours, theirs = (sum(taken[prefix + part] for part in ("out", "dx", "dw")) for prefix in ("cuBLAS ", ""))
+    note = ", ".join(f"{part} {duration:.3f}" for part, duration in taken.items())
+    note += "; off cuBLAS's by " + ", ".join(f"{part} {figure:.1e}" for part, figure in wrong.items())
+    return Row("linear_fc1, three products in fp8: cuBLAS / DeepGEMM", f"{TOKENS} tokens", f"{theirs:.2f} ms",
+               f"{ours:.2f} ms", ours / theirs, "", max(wrong.values()) < 4e-3, note)  # fmt: skip
+
+
 # ---- step
 
 
@@ -279,8 +331,9 @@ def step(options: Namespace) -> Iterator[Row]:
     shape = "tiny" if options.tiny else options.shape
     layers = 2 if options.tiny else int(shape.partition(":")[2] or 36)
     numbers = " ".join(map(str, range(layers)))
-    deep_gemm = f"--megatron-deepgemm-forward-layers {numbers}"
-    layouts = {"bf16": "", "fp8": FLAGS, "fp8 forward": deep_gemm}
+    forward = f"--megatron-deepgemm-forward-layers {numbers}"
+    layouts = {"bf16": "", "fp8": FLAGS, "fp8 forward": forward}
+    layouts = {name: flags for name, flags in layouts.items() if name in options.only}
     if options.tiny:
         layouts = {"bf16": ""}  # the others need a GPU
     baseline: dict[str, float] = {}
@@ -306,11 +359,17 @@ def train_step(name: str, shape: str, layout: str, options: Namespace) -> tuple[
     command += ["--accelerator", options.accelerator, "--steps", 2 if options.tiny else 4, "--result", result]
     command += ["--tokens", 2048 if options.tiny else TOKENS, "--profile", 14]
     if options.accelerator == "cuda" and "forward" in name:
-        command += ["--model-format", "fp8"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=options.timeout)
-    result.with_suffix(".txt").write_text(done.stdout + done.stderr)
-    print(done.stdout[-6000:], flush=True)
-    return (json.loads(result.read_text()), done.stdout) if result.is_file() else (None, done.stdout + done.stderr)
+        command.append("--fp8-checkpoint")
+    log = result.with_suffix(".txt")
+    with log.open("w") as file:
+        process = subprocess.Popen(list(map(str, command)), stdout=file, stderr=subprocess.STDOUT)
+        try:
+            process.wait(options.timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    text = log.read_text(errors="replace")
+    print(text[-6000:], flush=True)
+    return (json.loads(result.read_text()) if result.is_file() else None), text
 
 
 # ---- gap
@@ -409,5 +468,4 @@ def write_sums(path: Path, batch: int, steps: int) -> Path:
 
 
 if __name__ == "__main__":
-    begin = time.monotonic()
     main()

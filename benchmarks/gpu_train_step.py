@@ -52,7 +52,8 @@ WARM_UP = 2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(SHAPES), default="0.6B")
+    parser.add_argument("--shape", default="0.6B", help=f"{', '.join(SHAPES)}; 4B:16 is the first 16 layers of 4B")
+    parser.add_argument("--fp8-checkpoint", action="store_true", help="the config says that engines run in fp8")
     parser.add_argument("--num-gpus", type=int, default=1)
     parser.add_argument("--layout", default="", help="more flags of train.py: parallel sizes, recomputation")
     parser.add_argument("--tokens", type=int, default=16384, help="of a data-parallel rank and step")
@@ -71,14 +72,18 @@ def main() -> None:
         run_rank(options)
         return
     with tempfile.TemporaryDirectory() as work:
-        write_config(Path(work), options.shape)
+        write_config(Path(work), options.shape, options.fp8_checkpoint)
         sys.exit(start_ranks(work))
 
 
-def write_config(work: Path, shape: str) -> None:
+def write_config(work: Path, shape: str, is_fp8: bool) -> None:
     """An HF directory with the shape's config.json and a tokenizer, without its weights."""
+    name, _, layers = shape.partition(":")
+    config = QWEN3 | SHAPES[name] | ({"num_hidden_layers": int(layers)} if layers else {})
+    if is_fp8:
+        config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     subprocess.run([sys.executable, ROOT / "tools/make_tiny_model.py", "--output", work / "model"], check=True)
-    (work / "model" / "config.json").write_text(json.dumps(QWEN3 | SHAPES[shape]))
+    (work / "model" / "config.json").write_text(json.dumps(config))
     (work / "prompts.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
 
 
