@@ -26,7 +26,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -362,11 +364,12 @@ def train_step(name: str, shape: str, layout: str, options: Namespace) -> tuple[
         command.append("--fp8-checkpoint")
     log = result.with_suffix(".txt")
     with log.open("w") as file:
-        process = subprocess.Popen(list(map(str, command)), stdout=file, stderr=subprocess.STDOUT)
+        line = list(map(str, command))
+        process = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             process.wait(options.timeout)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # its ranks are processes of their own
     text = log.read_text(errors="replace")
     print(text[-6000:], flush=True)
     return (json.loads(result.read_text()) if result.is_file() else None), text
