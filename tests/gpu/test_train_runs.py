@@ -30,7 +30,7 @@ SIZES = (
     *("--init-std", 0.04),
 )
 CUDA = (
-    *("--accelerator", "cuda", "--colocate", "--sglang-mem-fraction-static", 0.1),
+    *("--accelerator", "cuda", "--colocate", "--offload-train", "--sglang-mem-fraction-static", 0.1),
     *("--sglang-attention-backend", "triton", "--sglang-sampling-backend", "pytorch"),
     *("--sglang-cuda-graph-max-bs-decode", 16, "--sglang-disable-prefill-cuda-graph"),
 )
