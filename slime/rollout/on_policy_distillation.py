@@ -101,8 +101,11 @@ def _response_log_probs(service: Service, sample: Sample, answer: Any) -> list[f
     pairs = meta_info.get("input_token_logprobs") if isinstance(meta_info, dict) else None
     if not isinstance(pairs, list) or len(pairs) < sample.response_length:
         raise unusable(service, sample, answer)
-    pairs = pairs[-sample.response_length :]
-    if [pair[1] for pair in pairs] != sample.tokens[-sample.response_length :]:
+    pairs, first = pairs[-sample.response_length :], len(sample.tokens) - sample.response_length
+    for start, length in sample.image_spans or ():  # of tools: an engine has ids of its own for the tokens of images
+        for place in range(start - first, start - first + length) if start >= first else ():
+            pairs[place] = [0.0, sample.tokens[start], None]
+    if [pair[1] for pair in pairs] != sample.tokens[first:]:
         raise unusable(service, sample, "log-probs of other tokens than those of the response")
     if any(pair[0] is None for pair in pairs):
         raise unusable(service, sample, "no log-prob for a response token; a prompt must have at least one token")

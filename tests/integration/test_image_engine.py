@@ -191,7 +191,7 @@ def test_images_in_the_answers_of_tools_are_seen_alike(
     engine: SGLangEngine, model: Path, prompts: Path, reference: Any
 ) -> None:
     args = run_args(engine, model, prompts, apply_chat_template=False, rollout_max_response_len=200, max_turns=3)
-    args.tool_function_path = f"{__file__}:camera"
+    args.tool_function_path, args.rm_url = f"{__file__}:camera", f"{engine.url}/generate"
     group = RolloutDataSourceWithBuffer(args).get_samples(2)
 
     async def run() -> None:
@@ -201,6 +201,7 @@ def test_images_in_the_answers_of_tools_are_seen_alike(
                 conversation = Camera(args, sample)
                 conversation.write_turn = partial(short_turn, conversation)  # type: ignore[method-assign]
                 await converse(conversation, params)
+                await reward_func(args, sample)
         finally:
             await close_http_client()
 
@@ -213,6 +214,8 @@ def test_images_in_the_answers_of_tools_are_seen_alike(
         trained = [i for i, kept in enumerate(sample.loss_mask or []) if kept]
         mine = log_probs(reference, sample)[trained].tolist()
         assert [sample.rollout_log_probs[i] for i in trained] == pytest.approx(mine, abs=1e-5)  # type: ignore[index]
+        taught = [(sample.teacher_log_probs or [])[i] for i in trained]
+        assert taught == pytest.approx(mine, abs=2e-5), "the teacher sees the images of tools, too"
         assert (sample.multimodal_train_inputs or {})["image_grid_thw"].shape == (len(sample.image_spans or []), 3)
 
 

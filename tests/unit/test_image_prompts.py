@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from slime.rollout import eval as evaluation
 from slime.rollout import on_policy_distillation
 from slime.rollout.hooks.returns import HookReturnError, check_train_data
 from slime.rollout.hooks.sample_errors import sample_problem, train_problem
+from slime.rollout.rm_hub.service import RewardError
 from slime.rollout.sampling.engine_request import check_count, engine_payload, set_response_text
 from slime.rollout.sampling.images import (
     AnsweredImages,
@@ -261,6 +263,18 @@ def test_an_answer_that_cannot_be_shown_ends_its_sample_and_not_the_run(answer: 
         asyncio.run(answered.read(answer))
     assert asyncio.run(answered.read("a text")) == "a text" and answered.num_more == 0
     assert asyncio.run(AnsweredImages(state, rollout_args()).read("an I")) == "an I", "a word to a model of texts"
+
+
+def test_a_teacher_has_ids_of_its_own_for_the_images_of_tools() -> None:
+    sample = a_sample()
+    sample.append_response_tokens(tokens=[IMAGE, IMAGE, 52], trainable=False)
+    sample.image_spans = [*(sample.image_spans or []), [8, 2]]
+    pairs = [[-1.0, 50, None], [-2.0, 51, None], [-9.0, 7777, None], [None, 8888, None], [-3.0, 52, None]]
+    service = on_policy_distillation._teacher(rollout_args(rm_url="http://teacher"))
+    read = partial(on_policy_distillation._response_log_probs, service, sample)
+    assert read({"meta_info": {"input_token_logprobs": [[None, 6, None], *pairs]}}) == [-1.0, -2.0, 0.0, 0.0, -3.0]
+    with pytest.raises(RewardError, match="log-probs of other tokens than those of the response"):
+        read({"meta_info": {"input_token_logprobs": [*pairs[:4], [-3.0, 53, None]]}})
 
 
 def test_the_text_of_a_response_has_one_word_for_each_image() -> None:
