@@ -44,8 +44,8 @@ SPECIAL = {
     "--router-control-plane-api-keys": ["key1:Service:admin:secret"],  # id:name:role:key
 }
 GPUS_PER_ENGINE = 12
-# What slime sets because of an option, besides it: stages share the GPUs; data-parallel attention needs ports; an engine
-# that drafts takes what the run sends.
+# What slime sets because of an option, besides it: stages share the GPUs; data-parallel attention needs ports; an
+# engine that drafts takes what the run sends.
 FOLLOWS = {
     "pp_size": {"tp_size": GPUS_PER_ENGINE // 3},
     "enable_dp_attention": {"dist_init_addr": "127.0.0.1:3"},

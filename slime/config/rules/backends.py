@@ -142,11 +142,9 @@ NOT_BUILT = (
         "{actor_num_nodes} x --actor-num-gpus-per-node {actor_num_gpus_per_node}).",
     ),
     Rule(
-        lambda a: (
-            a.fsdp_cpu_offload and a.accelerator == "cuda" and a.actor_num_nodes * a.actor_num_gpus_per_node > 1
-        ),
-        "--fsdp-cpu-offload works on one GPU: NCCL would have to sum norms that lie in host memory; train on one, leave "
-        "it out, or use --train-backend megatron with --optimizer-cpu-offload.",
+        lambda a: a.fsdp_cpu_offload and a.accelerator == "cuda" and a.actor_num_nodes * a.actor_num_gpus_per_node > 1,
+        "--fsdp-cpu-offload works on one GPU: NCCL would have to sum norms that lie in host memory; train on one, "
+        "leave it out, or use --train-backend megatron with --optimizer-cpu-offload.",
     ),
     Rule(
         lambda a: (plan := LoraPlan.of(a)) and plan.has_experts,

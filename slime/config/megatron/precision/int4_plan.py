@@ -143,8 +143,8 @@ _RULES: tuple[Check, ...] = (
     ),
     Rule(
         lambda a: a.lora_rank is not None,
-        f"{FLAG} with --lora-rank {{lora_rank}}: the base under adapters is not trained, and --ref-load may be the int4 "
-        "checkpoint, whose weights engines have; unset it.",
+        f"{FLAG} with --lora-rank {{lora_rank}}: the base under adapters is not trained, and --ref-load may be the "
+        "int4 checkpoint, whose weights engines have; unset it.",
     ),
     Rule(
         lambda a: a.transformer_impl != "local",
