@@ -2,7 +2,8 @@
 
 One pass over the matrix writes all that its products want: values with a scale for 128 neighbours of a row, the
 transposed values with a scale for 128 neighbours of a column, or, of weights, values with one scale a tile and their
-transpose. The numbers are those of slime.weights.quantization, bit for bit. It needs triton.
+transpose. The numbers are those of slime.weights.quantization, bit for bit; what is not finite gets an infinite scale.
+It needs triton.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ def _as_bytes(values):
 
 
 @triton.jit
+def _sizes(tile):
+    """Of NaN infinity, which makes a scale, and so the product, not finite: triton's max leaves NaN out."""
+    return tl.where(tile == tile, tl.abs(tile), float("inf"))
+
+
+@triton.jit
 def _quantize_vectors(  # type: ignore[no-untyped-def]
     x, row_values, row_scales, column_values, column_scales, num_rows, padded_rows, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
@@ -35,7 +42,7 @@ def _quantize_vectors(  # type: ignore[no-untyped-def]
     rows, columns = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
     places = rows.to(tl.int64)[:, None] * width + columns[None, :]
     tile = tl.load(x + places, mask=(rows < num_rows)[:, None], other=0.0).to(tl.float32)
-    sizes = tl.abs(tile)
+    sizes = _sizes(tile)
     if ROWS:
         largest = tl.maximum(tl.max(sizes, axis=1), SMALLEST_OF_ROWS)
         tl.store(row_values + places, _as_bytes(tile * (tl.div_rn(1.0, largest) * LARGEST)[:, None]))
@@ -57,7 +64,7 @@ def _quantize_weight(  # type: ignore[no-untyped-def]
     rows, columns = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
     places = rows.to(tl.int64)[:, None] * width + columns[None, :]
     tile = tl.load(weight + places).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.max(tl.abs(tile), axis=1), axis=0), SMALLEST_OF_WEIGHTS)
+    largest = tl.maximum(tl.max(tl.max(_sizes(tile), axis=1), axis=0), SMALLEST_OF_WEIGHTS)
     scale = tl.div_rn(largest, LARGEST)
     if IS_UE8M0:
         bits = scale.to(tl.int32, bitcast=True)
