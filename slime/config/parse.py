@@ -351,7 +351,7 @@ def _check_trainers(
         of_critic = backend_problems(critic_args, hf_config, critic_explicit)
         of_critic.extend(effect.collect(critic_args, set(critic_explicit), fields))
         if args.train_backend == "megatron":  # no engine serves a critic
-            of_critic.wrong += lora_problems(parse_megatron_role_args(args, "critic").replace(lora_serve="merged"))
+            of_critic.wrong += lora_problems(parse_megatron_role_args(args, "critic").replace(lora_serve=None))
         if not args.strict_flags:
             _settle_critic(args, of_actor, of_critic)
         problems.extend(of_critic.beside(problems, f"{roles.FLAG}, the critic's entry"))

@@ -203,24 +203,28 @@ def check_plan(args: Args) -> None:
     assumed = "" if is_certain else f" (planned for {plan.device.name}, which is assumed)"
     for sentence in [*found.refused, *found.doubtful]:
         logger.warning("%s%s", sentence, assumed)
-    say_graphs(args, facts.engines or ())
+    say_graphs(args)
 
 
-def say_graphs(args: Args, engines: Iterable[EngineKind]) -> None:
+def say_graphs(args: Args) -> None:
     """Log for how many requests engines capture decode graphs, where slime chooses."""
     from slime.backends.sglang_utils.server_args import graph_defaults
 
-    for kind in engines:
-        for sizes in graph_defaults(args, kind.settings).values():
-            name, listed = kind.group.name and f" ({kind.group.name})", " ".join(map(str, sizes))
-            logger.info("engines%s capture decode graphs, --sglang-cuda-graph-bs-decode %s", name, listed)
+    for model in args.engine_models:
+        for group in model.groups:
+            for sizes in graph_defaults(args, group.settings, group.worker_type).values():
+                listed = " ".join(map(str, sizes))
+                logger.info(
+                    "engines of %s capture decode graphs, --sglang-cuda-graph-bs-decode %s", model.name, listed
+                )
 
 
 def settle_turns(args: Args, explicit: Collection[str]) -> Args:
     """Keep a trainer on the GPU that it shares with engines where the plan has room for it while they generate.
 
     Leaving and coming back costs every step two copies of the trainer's state. Only a plan for the GPUs of this
-    machine decides, and only where no flag does; engines still release their memory for the training.
+    machine decides, and only where no flag does; engines still release their memory for the training. An engine that
+    is replaced would find the trainer on its GPU, and take less: with --use-fault-tolerance the trainer leaves.
 
     Args:
         args: of the run.
@@ -229,7 +233,8 @@ def settle_turns(args: Args, explicit: Collection[str]) -> Args:
     Returns:
         the args, with `offload_train` off where the trainer stays.
     """
-    is_open = args.colocate and args.offload_train and args.offload_rollout and not args.use_critic
+    takes_turns = args.colocate and args.offload_train and args.offload_rollout
+    is_open = takes_turns and not args.use_critic and not args.use_fault_tolerance
     if not is_open or {"offload", "offload_train"} & set(explicit) or not is_for_this_machine(args):
         return args
     stays = args.replace(
@@ -341,7 +346,8 @@ def print_tuned(argv: Sequence[str], command_line: CommandLine) -> None:
     from slime.plan.render import read_rows_of
     from slime.plan.tune import knobs, tune, tuned_lines
 
-    args = command_line.check(argv).args
+    given = command_line.check(argv)
+    args = settle_turns(given.args, given.explicit)
     data = read_rows_of(args)[0]
     plan = make_plan(args, dataclasses.replace(measured_facts(args), data=data))
 
@@ -349,7 +355,8 @@ def print_tuned(argv: Sequence[str], command_line: CommandLine) -> None:
         checked = command_line.check(tried)
         if checked.problems.wrong or checked.problems.unsupported:
             return None
-        return make_plan(checked.args, dataclasses.replace(measured_facts(checked.args), data=data))
+        settled = settle_turns(checked.args, checked.explicit)
+        return make_plan(settled, dataclasses.replace(measured_facts(settled), data=data))
 
     ideas = knobs(
         args.actor_num_nodes * args.actor_num_gpus_per_node,

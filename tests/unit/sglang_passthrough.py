@@ -152,7 +152,7 @@ def check_server(ours: Ours) -> int:
         )
         tokens = [prefix + name.removeprefix("--no-" if "no" in prefix else "--"), *values]
         given, args = ours.server_args(tokens), ours.parse(tokens)
-        expected = graph_defaults(args, args.sglang_overrides)
+        expected = graph_defaults(args, args.sglang_overrides, "regular")
         expected |= {action.dest: parsed[action.dest]} if action.dest in names else {}
         expected |= FOLLOWS.get(action.dest, {})
         assert given == without | expected, (name, given)

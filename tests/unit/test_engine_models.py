@@ -50,6 +50,16 @@ def test_nothing_is_left_out_where_a_second_model_may_be_needed(
     assert left_out(*architectures, **server_args) == set()
 
 
+def test_a_class_that_is_no_entry_of_its_module_leaves_nothing_out() -> None:
+    """SGLang's baichuan.py has the base class, and serves another one by it."""
+    assert left_out("BaiChuanBaseForCausalLM") == set()
+
+
+def test_modules_of_a_package_of_the_user_are_all_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "own.models")
+    assert left_out("Qwen3ForCausalLM") == set()
+
+
 def test_a_users_choice_of_modules_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OTHER_MODELS, "llama")
     import_one_model({"architectures": ["Qwen3ForCausalLM"]}, {})

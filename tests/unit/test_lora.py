@@ -118,6 +118,10 @@ def test_adapters_are_served_over_a_quantised_base_and_not_merged_into_it(check:
     assert not check("--lora-rank 8").problems.all()
     problems = check("--lora-rank 8 --lora-serve merged").problems.all()
     assert any("hf is quantised: with --lora-serve merged adapters of --lora-rank 8" in s for s in problems), problems
+    roles = {"megatron": [{"role": "critic", "overrides": {"lr": 1e-5}}]}
+    (tmp_path / "roles.yaml").write_text(json.dumps(roles))
+    ppo = "--advantage-estimator ppo --no-offload-train --lora-rank 8 --megatron-config-path roles.yaml"
+    assert not any("quantised" in text for text in check(ppo).problems.all()), "no engine serves a critic"
 
 
 def saved(root: Path, **adapters: Any) -> None:

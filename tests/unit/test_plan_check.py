@@ -92,6 +92,7 @@ def test_a_gpu_that_is_only_assumed_refuses_nothing(monkeypatch, caplog):
         ({}, ("offload_train",), False),
         ({}, ("offload",), False),
         ({"use_critic": True}, (), False),
+        ({"use_fault_tolerance": True}, (), False),  # an engine that is replaced measures what is free
         ({"offload_rollout": False}, (), False),
         ({"sglang_overrides": {}}, (), False),  # SGLang would take 88%
         ({"sglang_overrides": {"mem_fraction_static": 0.8}}, (), False),
@@ -128,7 +129,7 @@ def test_the_sizes_of_captured_graphs_are_said_where_no_flag_names_them(monkeypa
         with caplog.at_level(logging.INFO):
             check_plan(run_args(**CUDA, sglang_server_concurrency=6, sglang_overrides=overrides))
     said = [message for message in caplog.messages if "decode graphs" in message]
-    assert said == ["engines capture decode graphs, --sglang-cuda-graph-bs-decode 1 2 4 6"]
+    assert said == ["engines of default capture decode graphs, --sglang-cuda-graph-bs-decode 1 2 4 6"]
 
 
 def test_the_prompts_that_are_there_count_where_the_assumed_ones_do_not_fit(has_memory, tmp_path: Path, monkeypatch):

@@ -51,6 +51,7 @@ def test_an_engine_holds_the_trainers_weights_in_the_trainers_type() -> None:
     [
         ({}, 512),  # --sglang-server-concurrency
         ({"max_running_requests": 100}, 100),
+        ({"enable_dp_attention": True, "dp_size": 8}, 64),  # of each rank
         ({"cuda_graph_max_bs_decode": 64}, 64),
         ({"cuda_graph_bs_decode": [1, 7]}, None),
         ({"disable_decode_cuda_graph": True}, None),
@@ -66,6 +67,7 @@ def test_decode_graphs_reach_as_far_as_the_requests_of_an_engine_unless_flags_sa
         assert all(small < large <= max(2 * small, 4) for small, large in zip(found, found[1:], strict=False))
     assert "cuda_graph_bs_decode" not in build(settings={})  # an engine on a CPU has none
     assert "cuda_graph_bs_decode" not in build(arguments(accelerator="cuda"), worker_type="prefill")
+    assert "cuda_graph_bs_decode" not in build(arguments(accelerator="cuda"), settings={"is_embedding": True})
 
 
 def test_no_batch_of_128_requests_and_more_grows_by_over_a_quarter_for_its_graph() -> None:

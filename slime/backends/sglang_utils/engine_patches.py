@@ -14,6 +14,7 @@ import importlib.util
 import itertools
 import multiprocessing.spawn
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -430,12 +431,15 @@ def import_one_model(config: Mapping[str, Any], server_args: Mapping[str, Any]) 
     """
     package = importlib.util.find_spec("sglang")
     others = ("speculative_algorithm", "model_impl", "json_model_override_args")
-    if package is None or package.origin is None or OTHER_MODELS in os.environ or any(map(server_args.get, others)):
+    if package is None or package.origin is None or any(map(server_args.get, others)):
+        return
+    if {OTHER_MODELS, "SGLANG_EXTERNAL_MODEL_PACKAGE"} & set(os.environ):  # both are about modules of these names
         return
     modules = {path.stem: path.read_text() for path in Path(package.origin).parent.joinpath("srt/models").glob("*.py")}
     served = set()
     for architecture in config.get("architectures") or []:
-        found = [name for name, text in modules.items() if f"class {architecture}(" in text and "EntryClass" in text]
+        is_entry = re.compile(rf"^EntryClass\b.*\b{re.escape(architecture)}\b", re.M | re.S).search
+        found = [name for name, text in modules.items() if f"class {architecture}(" in text and is_entry(text)]
         if len(found) != 1 or not architecture.endswith("ForCausalLM") or architecture.startswith("Mixtral"):
             return  # (a quantised Mixtral is a class of its own)
         served |= set(found)

@@ -154,8 +154,7 @@ def build_server_args(args: Args, spec: EngineSpec, place: EnginePlace) -> dict[
     if place.num_nodes > 1 or spec.settings.get("enable_dp_attention"):
         owned["dist_init_addr"] = place.dist_init_addr
     defaults = device_defaults(args.accelerator, Path(spec.model_path))
-    if spec.worker_type in ("regular", "decode"):
-        defaults |= graph_defaults(args, spec.settings)
+    defaults |= graph_defaults(args, spec.settings, spec.worker_type)
     if spec.takes_weights:
         # SGLang itself would take a checkpoint in fp32 for fp16, to which bf16 weights are rounded as they arrive.
         defaults.setdefault("dtype", args.params_dtype)
@@ -176,18 +175,22 @@ def draft_defaults(args: Args) -> dict[str, Any]:
     return found
 
 
-def graph_defaults(args: Args, settings: Mapping[str, Any]) -> dict[str, Any]:
+def graph_defaults(args: Args, settings: Mapping[str, Any], worker_type: str) -> dict[str, Any]:
     """Sizes of an engine's decode graphs, up to the requests that it may have at once, unless flags say otherwise.
 
-    SGLang captures 36 sizes up to 256 requests, about one a second, and decodes larger batches without a graph.
+    SGLang captures 36 sizes up to 256 requests, and decodes larger batches without a graph.
 
     Args:
         args: reads `accelerator`, `sglang_server_concurrency`.
         settings: ServerArgs values that were asked for.
+        worker_type: of the engine; some decode nothing.
     """
-    if args.accelerator == "cpu" or any(settings.get(name) for name in DECODE_GRAPHS):
+    decodes = worker_type in ("regular", "decode") and not settings.get("is_embedding")
+    if args.accelerator == "cpu" or not decodes or any(settings.get(name) for name in DECODE_GRAPHS):
         return {}
     most = settings.get("cuda_graph_max_bs_decode") or args.sglang_server_concurrency
+    if settings.get("enable_dp_attention"):  # each rank decodes requests of its own
+        most = -(-most // (settings.get("dp_size") or 1))
     most = min(most, settings.get("max_running_requests") or most)
     return {"cuda_graph_bs_decode": decode_graph_sizes(most)}
 

@@ -307,7 +307,7 @@ LORA: tuple[Check, ...] = (
         "with adapters merged in, may change; use full.",
     ),
     Rule(
-        lambda a: a.lora_serve != ADAPTER and _is_quantized(a),
+        lambda a: a.lora_serve == "merged" and _is_quantized(a),
         "--hf-checkpoint {hf_checkpoint} is quantised: with --lora-serve merged adapters of --lora-rank {lora_rank} "
         "are lost where the weights that hold them are rounded; use --lora-serve adapter, or the bf16 model.",
     ),
