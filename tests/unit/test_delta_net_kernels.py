@@ -111,6 +111,7 @@ ASKED: dict[str, Any] = {
     "qwen_gdn_backend": "flashqla",
     "megatron_deepgemm_forward_layers": None,
     "megatron_deepgemm_moe_forward_layers": None,
+    "fp8": None,
     "accelerator": "cuda",
     "dry_run": False,
     "experimental_attention_variant": "gated_delta_net",
