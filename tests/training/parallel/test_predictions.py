@@ -158,6 +158,9 @@ RUNS = {
     "single": Case(changes=TRAINED),
     "factor 0": Case(changes=TRAINED | {"mtp_loss_scaling_factor": 0.0}),
     "without": Case(changes={"clip_grad": CLIP, "normalize_advantages": False}),
+    # Megatron wraps a model in 16 bit.
+    "in bf16": Case("--bf16", changes=TRAINED),
+    "in bf16, without": Case("--bf16", changes={"clip_grad": CLIP, "normalize_advantages": False}),
 }
 ALWAYS = {
     "recomputed": Case(RECOMPUTE, changes=TRAINED | {"recompute_loss_function": True}),
@@ -235,13 +238,20 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], before: dict[st
         assert (update - expected_update).norm() <= 1e-3 * expected_update.norm(), tensor
 
 
-@pytest.mark.parametrize("name", ["single", "factor 0"])
-def test_the_policy_is_trained_as_without_predictions(name, trained):
+@pytest.mark.parametrize(
+    ("name", "without"), [("single", "without"), ("factor 0", "without"), ("in bf16", "in bf16, without")]
+)
+def test_the_policy_is_trained_as_without_predictions(name, without, trained):
     _, results = trained
-    found, expected = results[name][0]["weights"], results["without"][0]["weights"]
+    found, expected = results[name][0]["weights"], results[without][0]["weights"]
     assert set(expected) == {tensor for tensor in found if not is_prediction(tensor)}
     assert all(torch.equal(found[tensor], value) for tensor, value in expected.items())
-    assert "train/mtp_loss" not in results["without"][0]["steps"][0]
+    steps, steps_without = results[name][0]["steps"], results[without][0]["steps"]
+    assert [step["train/grad_norm"] for step in steps] == [step["train/grad_norm"] for step in steps_without]
+    assert all(step["train/grad_norm"] > CLIP for step in steps)
+    assert all(("train/mtp_grad_norm" in step) != ("train/mtp_grad_norm" in bare)
+               for step, bare in zip(steps, steps_without, strict=True))
+    assert "train/mtp_loss" not in steps_without[0]
 
 
 def test_predictions_learn_by_the_scaling_factor(trained):
@@ -255,3 +265,4 @@ def test_predictions_learn_by_the_scaling_factor(trained):
     assert first["train/grad_norm"] == results["factor 0"][0]["steps"][0]["train/grad_norm"] > CLIP
     assert first["train/mtp_grad_norm"] > CLIP > results["factor 0"][0]["steps"][0]["train/mtp_grad_norm"] == 0
     assert second["train/mtp_loss"] != first["train/mtp_loss"]
+    assert all(step["train/mtp_grad_norm"] > CLIP for step in results["in bf16"][0]["steps"])

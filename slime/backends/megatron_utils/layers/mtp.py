@@ -196,11 +196,11 @@ class PredictionClip:
         optimizer: of a model whose prediction layers are marked; changed.
 
     Attributes:
-        norm: of the last step, before clipping.
+        norm: of the gradients since it was last set to None, before clipping; None where none was asked for.
     """
 
     def __init__(self, optimizer: ChainedOptimizer) -> None:
-        self.norm = 0.0
+        self.norm: float | None = None
         self._optimizer = optimizer
         self._norm_of_policy = optimizer.get_grad_norm
         optimizer.get_grad_norm = self
@@ -210,9 +210,9 @@ class PredictionClip:
         """Return the policy's norm (collective), and scale the gradients of the prediction layers."""
         of_policy, most = float(self._norm_of_policy()), float(self._optimizer.config.clip_grad)
         parts = self._optimizer.chained_optimizers
-        self.norm = math.sqrt(sum(_prediction_norm(part) ** 2 for part in parts))
-        if most > 0.0:
-            own, all_of_them = (min(1.0, most / (norm + 1e-6)) for norm in (self.norm, of_policy))
+        norm = self.norm = math.sqrt(sum(_prediction_norm(part) ** 2 for part in parts))
+        if most > 0.0 and math.isfinite(of_policy):  # else all of them become 0 or not finite, whatever is done here
+            own, all_of_them = (min(1.0, most / (one + 1e-6)) for one in (norm, of_policy))
             for part in parts:
                 for _, grad in _prediction_grads(part):
                     grad.mul_(own / all_of_them)

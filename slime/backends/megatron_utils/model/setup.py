@@ -85,7 +85,7 @@ def setup_model_and_optimizer(args: Args) -> TrainState:
         round_weights_to_int4(bare, Int4Training.of(args))
     attach_adapters(args, bare)
     if args.enable_mtp_training:
-        mark_predictions(bare)
+        mark_predictions([unwrap(module) for module in bare])
     ddp_config = gradient_buckets(args, bare[0])
     model = [wrap_model(module, ddp_config, is_first=not stage) for module, stage in zip(bare, stages, strict=True)]
     optimizer = _make_optimizer(args, model)

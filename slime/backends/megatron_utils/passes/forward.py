@@ -343,6 +343,9 @@ def train_one_step(
     global_batch_size = micro_batches.global_batch_sizes[step_id]
     reports = _forward_backward(args, state.model, micro_batches, step_id)
     rates = [group["lr"] for group in state.optimizer.param_groups]
+    clip = state.optimizer.get_grad_norm
+    if isinstance(clip, PredictionClip):
+        clip.norm = None
     updated, grad_norm, num_zeros = state.optimizer.step()
     if updated:  # not when a 16-bit gradient overflowed: Megatron then only lowers the loss scale
         state.scheduler.step(increment=global_batch_size)
@@ -354,8 +357,8 @@ def train_one_step(
         metrics |= load_balancing_metrics(args, micro_batches.num_microbatches[step_id])
     if grad_norm is not None:  # an overflowed gradient has none
         metrics["grad_norm"] = float(grad_norm)
-    if isinstance(state.optimizer.get_grad_norm, PredictionClip):
-        metrics["mtp_grad_norm"] = state.optimizer.get_grad_norm.norm
+    if isinstance(clip, PredictionClip) and clip.norm is not None:
+        metrics["mtp_grad_norm"] = clip.norm
     if args.log_num_zeros_in_grad and num_zeros is not None:
         metrics["num_zeros_in_grad"] = float(num_zeros)
     metrics |= {f"lr-pg_{i}": rate for i, rate in enumerate(rates)}
