@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils import external
+from slime.backends.sglang_utils.engine_patches import DRAFTS_OFF
 from slime.backends.sglang_utils.external import (
     ExternalEngine,
     ExternalEngineInfo,
@@ -55,6 +56,7 @@ def run_args(tmp_path: Path, **changes: Any) -> Namespace:
         "sglang_enable_deterministic_inference": False,
         "sglang_overrides": {},
         "sglang_pp_size": 1,
+        "spec_auto_off": False,
         "update_weight_transport": "disk",
         "update_weight_mode": "full",
         "update_weight_disk_keep_files": True,
@@ -130,6 +132,20 @@ def test_experts_are_replayed_of_servers_that_return_them(tmp_path: Path) -> Non
     (sentence,) = external_engine_problems(args, [info], set())
     assert "http://e:1 was started without --enable-return-routed-experts, so there is nothing for" in sentence
     assert external_engine_problems(args, [replace(info, returns_experts=True)], set()) == []
+
+
+def test_a_server_that_would_never_stop_drafting_is_refused_with_spec_auto_off(server: Script, tmp_path: Path) -> None:
+    args = run_args(tmp_path, spec_auto_off=True)
+    found = []
+    for drafts in ({}, {"speculative_algorithm": "EAGLE"},
+                   {"speculative_algorithm": "EAGLE", "speculative_adaptive_config": DRAFTS_OFF}):  # fmt: skip
+        server.answers["/server_info"] = [(200, SERVER | drafts)]
+        found += discover_external_engines([server.url])
+    without, stock, from_join = (
+        [s for s in external_engine_problems(args, [i], set()) if "draft" in s] for i in found
+    )
+    assert not without and not from_join
+    assert "drafts and would not stop when --spec-auto-off says so; start it without --speculative-alg" in stock[0]
 
 
 def test_a_server_that_is_named_twice_is_refused(tmp_path: Path) -> None:

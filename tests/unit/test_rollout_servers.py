@@ -210,3 +210,36 @@ def test_engines_of_every_kind_go_on_after_a_sync_whose_trainer_is_lost(monkeypa
     model = SimpleNamespace(updatable=[(OneOfOurs(), 1), (external, 1)])
     RolloutServers(Namespace(), [model]).let_go_on()  # type: ignore[list-item]
     assert gone_on == ["ours", "http://ext0"]
+
+
+def test_every_engine_that_drafts_is_told_to_stop_and_one_that_does_not_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """--elastic-rollout brings external engines, plain objects, beside ours, which are Ray actors."""
+    told: list[str] = []
+
+    class OneOfOurs:
+        class stop_drafts:
+            @staticmethod
+            def remote() -> str:
+                return "ours"
+
+    def get(ref: str, what: str, deadline_s: float) -> None:
+        told.append(ref)
+        raise RuntimeError("it is gone")
+
+    def stop(engine: ExternalEngine) -> None:
+        told.append(engine.url)
+        raise RuntimeError("engine 1 refused weights_checker")
+
+    infos = [ExternalEngineInfo("http://ext0", 1, drafts=True), ExternalEngineInfo("http://ext1", 1)]
+    monkeypatch.setattr(module, "get", get)
+    monkeypatch.setattr(ExternalEngine, "stop_drafts", stop)
+    engines = [OneOfOurs(), *(ExternalEngine(info, rank=i + 1) for i, info in enumerate(infos))]
+    model = SimpleNamespace(updatable=[(engine, 1) for engine in engines])
+    RolloutServers(Namespace(), [model]).stop_drafts()  # type: ignore[list-item]
+    assert told == ["ours", "http://ext0"]  # the other one does not draft
+    assert [record.getMessage() for record in caplog.records] == [
+        "an engine may still draft: it is gone",
+        "an engine may still draft: engine 1 refused weights_checker",
+    ]

@@ -18,6 +18,7 @@ from typing import Any
 
 from slime.backends.sglang_utils import server_control
 from slime.backends.sglang_utils.engine_client import EngineClient
+from slime.backends.sglang_utils.engine_patches import DRAFTS_OFF
 from slime.backends.sglang_utils.server_control import Worker
 from slime.config.args import Args
 from slime.processes.wait import WaitTimeout
@@ -47,6 +48,7 @@ class ExternalEngineInfo:
         has_prefix_cache: whether it keeps what it computed of a prompt for the next request.
         num_stages: pipeline parallel.
         returns_experts: whether it records which experts took each token.
+        drafts: whether it drafts (speculative decoding), and `can_stop_drafts` whether it would stop when told to.
         key: of its own; None: it has that of the run's engines, or none.
     """
 
@@ -60,6 +62,8 @@ class ExternalEngineInfo:
     has_prefix_cache: bool = True
     num_stages: int = 1
     returns_experts: bool = False
+    drafts: bool = False
+    can_stop_drafts: bool = False
     key: str | None = field(default=None, repr=False)
 
     @property
@@ -117,6 +121,8 @@ def _ask(url: str, timeout_s: float) -> ExternalEngineInfo:
         has_prefix_cache=not server.get("disable_radix_cache"),
         num_stages=int(server.get("pp_size") or 1),
         returns_experts=bool(server.get("enable_return_routed_experts")),
+        drafts=bool(server.get("speculative_algorithm")),
+        can_stop_drafts=server.get("speculative_adaptive_config") == DRAFTS_OFF,
     )
 
 
@@ -137,7 +143,7 @@ def external_engine_problems(args: Args, infos: Sequence[ExternalEngineInfo], ex
 
     Args:
         args: reads `hf_checkpoint`, `rollout_num_gpus_per_engine`, `sglang_enable_deterministic_inference`,
-            `update_weights_in_flight`, `use_rollout_routing_replay`, and what says how weights travel.
+            `spec_auto_off`, `update_weights_in_flight`, `use_rollout_routing_replay`, and what says how weights go.
         infos: of the servers that answered.
         explicit: attributes whose flags are on the command line.
     """
@@ -171,6 +177,11 @@ def _misfits(args: Args, info: ExternalEngineInfo, expected: tuple[str, ...], ex
         yield (
             f"{name} was started without --enable-deterministic-inference, so it ignores the seeds that "
             "--sglang-enable-deterministic-inference sends; start it with that, or leave this out."
+        )
+    if args.spec_auto_off and info.drafts and not info.can_stop_drafts:
+        yield (
+            f"{name} drafts and would not stop when --spec-auto-off says so; start it without "
+            "--speculative-algorithm, or have it join without --url."
         )
     if args.update_weights_in_flight and info.has_prefix_cache:
         yield (

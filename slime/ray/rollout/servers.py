@@ -243,10 +243,16 @@ class RolloutServers:
                     get(engine.continue_generation.remote(), "an engine to go on", CONTINUE_DEADLINE_S)
 
     def stop_drafts(self) -> None:
-        """Have the engines that take the trainer's weights draft no more; one that is lost need not answer."""
+        """Have the engines that take the trainer's weights draft no more; one that does not answer is warned of."""
         for engine, _ in self.updatable:
-            with suppress(ActorFailure, TimeoutError):
-                get(engine.stop_drafts.remote(), "an engine to stop drafting", CONTINUE_DEADLINE_S)
+            try:
+                if isinstance(engine, ExternalEngine):
+                    if engine.info.drafts:
+                        engine.stop_drafts()
+                else:
+                    get(engine.stop_drafts.remote(), "an engine to stop drafting", CONTINUE_DEADLINE_S)
+            except (RuntimeError, TimeoutError) as error:
+                logger.warning("an engine may still draft: %s", error)
 
     def shutdown(self) -> None:
         """End the routers and the engines that are ours."""
