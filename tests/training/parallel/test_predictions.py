@@ -158,10 +158,9 @@ RUNS = {
     "single": Case(changes=TRAINED),
     "factor 0": Case(changes=TRAINED | {"mtp_loss_scaling_factor": 0.0}),
     "without": Case(changes={"clip_grad": CLIP, "normalize_advantages": False}),
-    # Megatron wraps a model in 16 bit.
-    "in bf16": Case("--bf16", changes=TRAINED),
-    "in bf16, without": Case("--bf16", changes={"clip_grad": CLIP, "normalize_advantages": False}),
 }
+IN_BF16 = {"in bf16": RUNS["single"], "in bf16, without": RUNS["without"]}
+"""Megatron wraps a model in 16 bit. Flags give fp32 on a CPU, so that the type is set behind them."""
 ALWAYS = {
     "recomputed": Case(RECOMPUTE, changes=TRAINED | {"recompute_loss_function": True}),
     "TP 2": Case(TP2, changes=TRAINED),
@@ -195,6 +194,10 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         Job(name, case.args(hf, save=str(root / f"{name} saved")), train_layout, ((0, 1),) if name == "single" else ())
         for name, case in cases.items()
     ]
+    for name, case in IN_BF16.items():
+        args = case.args(hf)
+        vars(args).update(bf16=True, params_dtype="bfloat16", grad_reduce_in_fp32=True)
+        jobs.append(Job(name, args, train_layout))
     if "PP 2 VPP 2" in cases:
         jobs += [
             Job("to PP 2 VPP 2", LAYOUTS["PP 2 VPP 2"].resumed(hf, root / "single saved"), train_layout, ((1,),)),
@@ -249,8 +252,10 @@ def test_the_policy_is_trained_as_without_predictions(name, without, trained):
     steps, steps_without = results[name][0]["steps"], results[without][0]["steps"]
     assert [step["train/grad_norm"] for step in steps] == [step["train/grad_norm"] for step in steps_without]
     assert all(step["train/grad_norm"] > CLIP for step in steps)
-    assert all(("train/mtp_grad_norm" in step) != ("train/mtp_grad_norm" in bare)
-               for step, bare in zip(steps, steps_without, strict=True))
+    assert all(
+        ("train/mtp_grad_norm" in step) != ("train/mtp_grad_norm" in bare)
+        for step, bare in zip(steps, steps_without, strict=True)
+    )
     assert "train/mtp_loss" not in steps_without[0]
 
 
