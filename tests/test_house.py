@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 UNKNOWN = "no_such_flag"
 # figure -> (limit, aim of the second design)
 LIMITS = {
-    "statements": (47_936, 25_000),
-    "files": (368, 270),
+    "statements": (48_012, 25_000),
+    "files": (369, 270),
     "lines of the longest file": (450, 450),
     "lines of the longest function": (50, 50),
     "loose files of the fullest package": (16, 16),

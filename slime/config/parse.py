@@ -288,7 +288,7 @@ def _finish(args: Args, explicit: set[str], problems: Problems, by_role: Mapping
         if hf_config is not None:
             synced = not args.debug_rollout_only
             problems.unsupported += served_model_problems(hf_config, args.hf_checkpoint, is_synced=synced)
-            problems.wrong += draft_problems(args, hf_config)
+            problems.wrong += draft_problems(args, args.engine_models, hf_config)
     problems.lacking += devices.MISSING_TRANSPORT(args)
     problems.notes += debug.template_notes(args)
     for option, path in _generates(args).items():

@@ -334,7 +334,7 @@ class Sample:
 
     def update_from_meta_info(self, args: Args | None, meta_info: dict[str, Any]) -> None:
         """Take over how an engine call ended: status, weight version and counters."""
-        if args is not None and args.sglang_speculative_algorithm:
+        if "spec_verify_ct" in meta_info:  # of an engine that drafts, whichever flag or file told it to
             self.spec_info.add(meta_info)
         self.prefix_cache_info.add(meta_info)
         if "weight_version" in meta_info:

@@ -23,7 +23,8 @@ from slime.backends.sglang_utils.engine_patches import DRAFTS_OFF
 from slime.config.alarm_settings import AlarmSettings
 from slime.config.args import Args
 from slime.config.problems import NoEffect
-from slime.config.sglang.served_models import draft_problems
+from slime.config.sglang.drafts import draft_problems, draft_with_own_layer
+from slime.config.sglang.topology import EngineGroupPlan, ModelPlan
 from slime.observability.alarms import AlarmWatch
 from slime.observability.rollout_metrics import draft_metrics
 from slime.ray.rollout.watches import DraftWatch
@@ -34,7 +35,7 @@ from tests.unit.test_server_args import arguments, build
 __all__ = ["check", "command_line"]
 
 DRAFTED = 3
-ARGS = Namespace(sglang_speculative_algorithm="EAGLE")
+ARGS = Namespace()
 
 # ---- counters
 
@@ -111,9 +112,17 @@ def drafting(**settings: Any) -> Args:
             "check_weight_update_equal": False,
             "rollout_external": False,
             "spec_auto_off": False,
+            "deterministic": False,
             **flags,
         }
     )
+
+
+def found_problems(args: Args, config: dict[str, Any], *own: dict[str, Any]) -> list[str]:
+    """What is said of engines of one model: all alike, or groups of --sglang-config with settings of their own."""
+    settings = [dict(args.sglang_overrides) | values for values in own or ({},)]
+    groups = tuple(EngineGroupPlan("regular", 1, 1, i, values) for i, values in enumerate(settings))
+    return [*draft_problems(args, [ModelPlan("default", args.hf_checkpoint, True, groups)], config)]
 
 
 WITH_LAYER = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
@@ -121,13 +130,13 @@ WITH_LAYER = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 
 
 def test_a_model_with_a_layer_that_drafts_and_a_head_of_its_own_are_taken(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert not [*draft_problems(drafting(), WITH_LAYER)]
+    assert not [*found_problems(drafting(), WITH_LAYER)]
     assert not [
-        *draft_problems(drafting(spec_auto_off=True, check_weight_update_equal=True, mtp_num_layers=1), WITH_LAYER)
+        *found_problems(drafting(spec_auto_off=True, check_weight_update_equal=True, mtp_num_layers=1), WITH_LAYER)
     ]
     own = {"speculative_algorithm": "eagle3", "speculative_draft_model_path": str(tmp_path)}
     assert not [
-        *draft_problems(drafting(**own, check_weight_update_equal=True), {"architectures": ["Qwen3ForCausalLM"]})
+        *found_problems(drafting(**own, check_weight_update_equal=True), {"architectures": ["Qwen3ForCausalLM"]})
     ]
 
 
@@ -161,8 +170,60 @@ def test_a_model_with_a_layer_that_drafts_and_a_head_of_its_own_are_taken(tmp_pa
     ],
 )
 def test_drafts_that_cannot_work_are_one_sentence(settings: Any, config: Any, sentence: str) -> None:
-    (problem,) = draft_problems(drafting(**settings), config)
+    (problem,) = found_problems(drafting(**settings), config)
     assert sentence in problem
+
+
+@pytest.mark.parametrize(
+    ("flags", "own", "sentence"),
+    [
+        (
+            {},
+            {"speculative_accept_threshold_acc": 0.5},
+            "--sglang-config, model default: --sglang-speculative-accept-",
+        ),
+        ({"accelerator": "cpu", "speculative_algorithm": None}, {"speculative_algorithm": "EAGLE"}, "needs an NVIDIA"),
+        ({"spec_auto_off": True}, {"enable_dp_attention": True}, "does not go with --sglang-enable-dp-attention: SGL"),
+        ({"spec_auto_off": True}, {"speculative_eagle_topk": 4}, "does not go with --sglang-speculative-eagle-topk 4"),
+        ({"spec_auto_off": True}, {"speculative_algorithm": None}, "--spec-auto-off needs engines that draft"),
+        (
+            {"speculative_algorithm": None},
+            {"speculative_num_steps": 3},
+            "--sglang-speculative-num-steps has no effect",
+        ),
+        (
+            {"deterministic": True, "speculative_algorithm": None},
+            {"speculative_algorithm": "EAGLE"},
+            "EAGLE does not go with --deterministic",
+        ),
+    ],
+)
+def test_drafts_of_a_group_are_judged_by_its_own_settings(flags: Any, own: dict[str, Any], sentence: str) -> None:
+    (problem,) = found_problems(drafting(**flags), WITH_LAYER, {}, own)
+    assert sentence in problem and problem.startswith("--sglang-config, model default: ")
+
+
+def test_groups_of_a_model_that_is_not_trained_may_draft_as_they_like() -> None:
+    own = {"speculative_algorithm": "EAGLE", "speculative_accept_threshold_acc": 0.5}
+    judge = ModelPlan("judge", "/judge", False, (EngineGroupPlan("regular", 1, 1, 0, own),))
+    policy = ModelPlan("default", "/m", True, (EngineGroupPlan("regular", 1, 1, 1, {}),))
+    assert not [*draft_problems(drafting(speculative_algorithm=None), [policy, judge], WITH_LAYER)]
+
+
+def test_a_draft_path_that_is_the_models_is_its_own_layer(tmp_path: Path) -> None:
+    """It needs the layer, gets weights in a sync, and its overwriting is refused where no sync brings it back."""
+    model, link = tmp_path / "model", tmp_path / "link"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    link.symlink_to(model)
+    for path in (f"{model}/", str(link)):
+        settings = {"hf_checkpoint": str(model), "speculative_draft_model_path": path}
+        (problem,) = found_problems(drafting(**settings), {})
+        assert "has no layer that drafts" in problem
+        (problem,) = found_problems(drafting(**settings, check_weight_update_equal=True), WITH_LAYER)
+        assert "--check-weight-update-equal overwrites the layer" in problem
+        launch = {"model_path": str(model), "speculative_algorithm": "EAGLE", "speculative_draft_model_path": path}
+        assert not launch_server._drafts_apart(launch)
 
 
 def test_a_command_line_hears_of_its_drafts_before_anything_starts(check: Check) -> None:
@@ -264,6 +325,9 @@ def test_an_engine_stops_drafting_when_it_is_told_to_and_not_by_itself(
     worker = SimpleNamespace(adaptive_controller=SimpleNamespace(params=params))
     manager = make_manager(manager_class, scheduler=SimpleNamespace(draft_worker=worker))
     assert manager.check_weights(SimpleNamespace(action=DRAFTS_OFF)).success
+    for without in (None, SimpleNamespace(adaptive_controller=None)):  # where SGLang cannot change the number
+        other = make_manager(manager_class, scheduler=SimpleNamespace(draft_worker=without))
+        assert not other.check_weights(SimpleNamespace(action=DRAFTS_OFF)).success
     assert params.get_steps_for_batch(8) == params.get_steps_for_batch(512) == 0
     assert envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get()
 
@@ -350,3 +414,46 @@ def test_a_sync_sees_a_drafting_layer_that_has_not_come(tmp_path: Path, layer: s
             continue
         with pytest.raises(WeightSyncError, match=f"does not hold .*: {layer}mlp.down_proj.weight$"):
             checks.compare(fleet, 1)
+
+
+@pytest.mark.parametrize(("may_draft", "held", "times"), [(True, {}, 1), (True, {"draft.": 1}, 0), (False, {}, 0)])
+def test_a_drafting_layer_that_cannot_be_looked_at_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, may_draft: bool, held: dict[str, int], times: int
+) -> None:
+    name, layer = "model.layers.0.mlp.down_proj.weight", "model.layers.1.eh_proj.weight"
+    tensors = {name: torch.rand(3, 2), layer: torch.rand(2, 2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 1, "num_nextn_predict_layers": 1}))
+
+    class Engine:
+        """Holds what it got, its drafting layer maybe under a name that nobody knows."""
+
+        rank = 0
+
+        def set_weight_version(self, version: str) -> str:
+            return version
+
+        def sample_weights(self, names: list[str]) -> list[dict[str, str]]:
+            found = {name: weight_samples.describe((3, 2), weight_samples.sample(tensors[name]))}
+            own = weight_samples.describe((2, 2), weight_samples.sample(tensors[layer]))
+            return [found | {f"{prefix}{layer}": own for prefix in held}]
+
+    checks = SyncChecks(str(tmp_path), 1, may_draft=may_draft)
+    for version in (1, 2):
+        checks.begin()
+        checks.note([*tensors.items()])
+        checks.compare(EngineFleet([Engine()], deadline_s=5.0), version)
+    assert [record.getMessage()[:57] for record in caplog.records] == times * [
+        "no weight of the engines' drafting layer can be looked at"
+    ]
+
+
+def test_only_engines_of_the_policy_draft_with_a_layer_that_is_sent() -> None:
+    def models(*, is_policy: bool, **settings: Any) -> list[ModelPlan]:
+        return [ModelPlan("default", "/m", is_policy, (EngineGroupPlan("regular", 1, 1, 0, settings),))]
+
+    assert draft_with_own_layer(models(is_policy=True, speculative_algorithm="eagle"))
+    assert not draft_with_own_layer(models(is_policy=False, speculative_algorithm="eagle"))
+    assert not draft_with_own_layer(models(is_policy=True))
+    own = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/head"}
+    assert not draft_with_own_layer(models(is_policy=True, **own))

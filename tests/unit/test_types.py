@@ -67,15 +67,15 @@ def test_the_finish_reason_sets_the_status(reason, status):
     assert again == Sample(loss_mask=[])
 
 
-def test_speculative_counters_add_up_only_with_speculative_decoding():
+def test_speculative_counters_add_up_where_an_engine_returns_them_whatever_told_it_to_draft():
     # As SGLang 0.5.17 counts: of 4 verifications, each of 3 drafted tokens, one accepted none, two 1, one 3.
     meta = {"finish_reason": {"type": "stop"}, "spec_num_correct_drafts": 0 + 2 * 1 + 3, "spec_verify_ct": 4}
     meta |= {"spec_num_proposed_drafts": 4 * 3, "spec_correct_drafts_histogram": [1, 2, 0, 1], "completion_tokens": 10}
     on, off = Sample(), Sample()
     for _ in range(2):
         before = on.spec_info.copy()
-        on.append_response_tokens(Namespace(sglang_speculative_algorithm="EAGLE"), meta_info=meta)
-    off.append_response_tokens(ARGS, meta_info=meta)
+        on.append_response_tokens(ARGS, meta_info=meta)  # as of a group of --sglang-config, with no flag
+    off.append_response_tokens(ARGS, meta_info={name: meta[name] for name in ("finish_reason", "completion_tokens")})
     assert (on.spec_info.spec_accept_rate, on.spec_info.spec_accept_length) == (5 / 12, 10 / 4)
     assert (before.spec_accept_counts, on.spec_info.spec_accept_counts) == ([1, 2, 0, 1], [2, 4, 0, 2])
     assert Sample.SpecInfo.from_dict(json.loads(json.dumps(on.spec_info.to_dict()))) == on.spec_info

@@ -213,7 +213,10 @@ def stop_drafts_when_told(num_steps: int) -> None:
     def check_or_stop(manager: Any, request: Any) -> Any:
         if request.action != DRAFTS_OFF:
             return check(manager, request)
-        for slot in manager.scheduler.draft_worker.adaptive_controller.params._slots.values():
+        controller = getattr(manager.scheduler.draft_worker, "adaptive_controller", None)
+        if controller is None:  # SGLang leaves it out where it cannot change the number, and says so in its log
+            return CheckWeightsReqOutput(success=False, message="It cannot stop drafting.", payload=None)
+        for slot in controller.params._slots.values():
             slot.current_steps = 0
         return CheckWeightsReqOutput(success=True, message="It drafts no more.", payload=None)
 

@@ -19,6 +19,7 @@ from slime.config.args import Args
 from slime.config.parser import flag
 from slime.config.problems import Check, NoEffect, Problems, Rule, broken, collected
 from slime.config.rules.devices import check_external_engines
+from slime.config.sglang.drafts import draft_problems
 from slime.config.sglang.options import (
     INSTALL,
     PREFIX,
@@ -31,7 +32,7 @@ from slime.config.sglang.options import (
     set_aside,
     sglang_tables,
 )
-from slime.config.sglang.served_models import draft_problems, served_model_problems
+from slime.config.sglang.served_models import served_model_problems
 from slime.config.sglang.topology import num_policy_engines, plan_engines, topology_problems
 from slime.utils.misc import url_host
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.config.args import Args
-from slime.config.problems import NoEffect, Problems
+from slime.config.problems import Problems
 from slime.models.families import family_of_config
-from slime.utils.accelerator import is_built_for_amd
 from slime.utils.errors import UsageError
 from slime.weights.formats import PROBES, Int4Format, WeightFormat, format_of_checkpoint
 from slime.weights.names import is_fused, read_config, text_config
@@ -137,7 +136,7 @@ def served_model_problems(hf_config: Mapping[str, Any], checkpoint: str, *, is_s
         for name, value in (family.sglang_needs if family else {}).items()
         if hf_config.get(name) is None
     ]
-    if not is_synced and any(map(is_fused, _names(Path(checkpoint)))):
+    if not is_synced and any(map(is_fused, names_of_tensors(Path(checkpoint)))):
         problems.append(
             f"--hf-checkpoint {checkpoint} stores the experts of a layer as one tensor, which SGLang does not load "
             "(a trainer's weight sync would bring them); save it with save_original_format=True of transformers."
@@ -145,116 +144,7 @@ def served_model_problems(hf_config: Mapping[str, Any], checkpoint: str, *, is_s
     return problems
 
 
-OWN_LAYER, SEPARATE = ("EAGLE", "NEXTN"), ("EAGLE", "NEXTN", "EAGLE3", "STANDALONE")
-"""Algorithms that may draft with a layer of the model, and with a model of their own."""
-WITHOUT_MODEL = ("NGRAM",)
-SEVERAL_LAYERS = (
-    "MiMoV2ForCausalLM",
-    "MiMoV2FlashForCausalLM",
-    "Step3p5ForCausalLM",
-    "Step3p7ForConditionalGeneration",
-)
-"""Architectures whose drafts SGLang (0.5.17) makes with a worker that takes no weights out of memory."""
-LAYER_UNSAID = ("qwen3_next", "qwen3_5")
-"""Families whose drafting layer shows in names of tensors only."""
-_DRAFT = "--sglang-speculative-algorithm"
-
-
-def draft_algorithm(args: Args) -> str | None:
-    """How the engines draft (speculative decoding), in capitals; None where they do not."""
-    given = args.sglang_overrides.get("speculative_algorithm")
-    return str(given).upper() if given else None
-
-
-def draft_problems(args: Args, hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences about engines that could not draft, would draft with stale weights, or would not sample the policy.
-
-    Args:
-        args: reads `sglang_overrides`, `hf_checkpoint`, `accelerator`, `mtp_num_layers`, `debug_rollout_only`,
-            `check_weight_update_equal`, `rollout_external`, `spec_auto_off`.
-        hf_config: the content of config.json.
-    """
-    settings, algorithm = args.sglang_overrides, draft_algorithm(args)
-    if algorithm is None:
-        lone = [name for name in settings if name.startswith("speculative_")]
-        if lone:
-            flags = [f"--sglang-{name.replace('_', '-')}" for name in lone]
-            yield NoEffect(flags, f"without {_DRAFT}", "give that, or leave them out" if lone[1:] else "leave it out")
-        return
-    flag, path = f"{_DRAFT} {algorithm}", settings.get("speculative_draft_model_path")
-    if algorithm not in {*SEPARATE, *WITHOUT_MODEL}:
-        yield f"{flag} is not supported here; take one of {', '.join([*SEPARATE, *WITHOUT_MODEL])}."
-        return
-    if args.accelerator == "cpu" or is_built_for_amd():
-        yield (
-            f"{flag} needs an NVIDIA GPU: elsewhere SGLang (0.5.17) takes the likeliest token where it verifies "
-            "drafts, instead of sampling; leave it out."
-        )
-    if path is not None and algorithm in SEPARATE and not Path(path, "config.json").is_file():
-        yield f"--sglang-speculative-draft-model-path {path} has no config.json; give the directory of a draft model."
-    if path is None and algorithm in OWN_LAYER:
-        yield from _own_layer_problems(args, hf_config, flag)
-    elif path is None and algorithm in SEPARATE:
-        yield f"{flag} drafts with a model of its own; give its directory as --sglang-speculative-draft-model-path."
-    if settings.get("speculative_token_map"):
-        yield (
-            f"--sglang-speculative-token-map {settings['speculative_token_map']}: the draft would keep a copy of the "
-            "output layer that no weight sync changes; leave it out."
-        )
-    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
-        if settings.get(name, 1.0) != 1.0:
-            yield (
-                f"--sglang-{name.replace('_', '-')} {settings[name]:g} accepts drafts that the policy would not have "
-                "sampled, and their log-probs are not those of what was sampled; leave it out."
-            )
-    if args.spec_auto_off:
-        yield from _auto_off_problems(args, algorithm)
-
-
-def _own_layer_problems(args: Args, hf_config: Mapping[str, Any], flag: str) -> Iterator[str]:
-    config = text_config(hf_config)
-    architecture = next(iter(hf_config.get("architectures") or ()), str(config.get("model_type")))
-    has_layer = bool(config.get("num_nextn_predict_layers"))
-    if str(config.get("model_type")).startswith(LAYER_UNSAID):
-        names = _names(Path(args.hf_checkpoint))
-        has_layer = not names or any(name.startswith("mtp.") for name in names)
-    if not has_layer:
-        yield (
-            f"{flag}: --hf-checkpoint {args.hf_checkpoint} has no layer that drafts (num_nextn_predict_layers of its "
-            "config.json); give a head as --sglang-speculative-draft-model-path, or take NGRAM, which needs none."
-        )
-    elif architecture in SEVERAL_LAYERS:
-        yield (
-            f"{flag}: SGLang cannot update the drafting layers of {architecture} from memory; leave it out, or give "
-            "another head as --sglang-speculative-draft-model-path."
-        )
-    elif args.check_weight_update_equal and not args.mtp_num_layers and not args.debug_rollout_only:
-        yield (
-            f"--check-weight-update-equal overwrites the layer that drafts ({flag}), and without --mtp-num-layers no "
-            "sync brings it back; give that where the model's family has it, or leave one of the two out."
-        )
-
-
-def _auto_off_problems(args: Args, algorithm: str) -> Iterator[str]:
-    """What SGLang needs to stop drafting while it runs."""
-    settings = args.sglang_overrides
-    others = ("speculative_adaptive", "speculative_adaptive_config", "enable_dp_attention", "enable_two_batch_overlap",
-              "enable_pdmux")  # fmt: skip
-    why = [f"--sglang-{name.replace('_', '-')}" for name in others if settings.get(name)]
-    if algorithm not in ("EAGLE", "NEXTN", "EAGLE3"):
-        why.append(f"{_DRAFT} {algorithm}")
-    if settings.get("speculative_eagle_topk", 1) != 1:
-        why.append(f"--sglang-speculative-eagle-topk {settings['speculative_eagle_topk']}")
-    if args.rollout_external:
-        why.append("--rollout-external-engine-addrs")
-    if why:
-        yield (
-            f"--spec-auto-off does not go with {' and '.join(why)}: SGLang stops drafting at run time for EAGLE, "
-            "NEXTN and EAGLE3 with one draft at a time, in engines of this run; leave one of the two out."
-        )
-
-
-def _names(checkpoint: Path) -> Collection[str]:
+def names_of_tensors(checkpoint: Path) -> Collection[str]:
     """Names of tensors, from the index or the header; none where there is neither, or no readable one."""
     index, single = checkpoint / "model.safetensors.index.json", checkpoint / "model.safetensors"
     try:

@@ -52,6 +52,7 @@ from slime.backends.megatron_utils.update_weight.engines import (
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
 from slime.backends.sglang_utils.weight_transfer import agrees, on_host, sample
 from slime.config.args import Args
+from slime.config.sglang.drafts import draft_with_own_layer
 from slime.utils.distributed_utils import barrier
 from slime.utils.misc import on_error
 from slime.weights.names import expected_hf_names
@@ -93,7 +94,11 @@ class WeightUpdater(ABC):
         self.weight_version = 0
         self.deadline_s = args.distributed_timeout_minutes * 60.0
         with_tower = args.train_backend == "fsdp" or bool(args.multimodal_keys)  # else Megatron's model has none
-        self.checks = SyncChecks(args.hf_checkpoint, args.mtp_num_layers or 0, with_tower=with_tower)
+        num_predictions, may_draft = (
+            args.mtp_num_layers or 0,
+            draft_with_own_layer(vars(args).get("engine_models", ())),
+        )
+        self.checks = SyncChecks(args.hf_checkpoint, num_predictions, with_tower=with_tower, may_draft=may_draft)
         self.engines: list[Any] = []
         self.engine_sizes: list[int] = []
         self._fleet: EngineFleet | None = None
@@ -340,18 +345,22 @@ class SyncChecks:
         hf_checkpoint: that the engines were started from.
         num_predictions: layers that predict further tokens in the trainer's model.
         with_tower: the trainer has the part that sees images.
+        may_draft: engines draft with a layer of the model, so that those that are sent should be found in them.
 
     Attributes:
         sent: what went through the present attempt.
     """
 
-    def __init__(self, hf_checkpoint: str, num_predictions: int, *, with_tower: bool = False) -> None:
+    def __init__(
+        self, hf_checkpoint: str, num_predictions: int, *, with_tower: bool = False, may_draft: bool = False
+    ) -> None:
         self._checkpoint = hf_checkpoint
         self._expected = expected_hf_names(Path(hf_checkpoint), num_predictions, with_tower=with_tower)
         # An engine that drafts with layers of the model holds them in a model of their own.
         self._of_drafts = choose(self._expected - expected_hf_names(Path(hf_checkpoint), with_tower=with_tower))
         self._chosen = choose(self._expected) | self._of_drafts
         self._has_samples = bool(self._chosen)
+        self._seeks_drafts = may_draft and bool(self._of_drafts)
         self._bytes_of_first_sync: int | None = None
         self.sent = Sent()
 
@@ -399,7 +408,7 @@ class SyncChecks:
             )
 
     def _compare_samples(self, fleet: EngineFleet, asked: Calls, sent: Sent) -> None:
-        num_equal = 0
+        num_equal = num_of_drafts = 0
         for number, ranks in zip(asked, fleet.wait(asked, "looking at the engines' weights"), strict=True):
             for answer in ranks or ():
                 held = self._comparable(answer)
@@ -411,12 +420,23 @@ class SyncChecks:
                         f"{', '.join(wrong)}"
                     )
                 num_equal += sum(verdict is True for verdict in verdicts.values())
+                num_of_drafts += sum(verdicts.get(name) is True for name in self._of_drafts & _drafted(answer).keys())
+        if self._seeks_drafts and not num_of_drafts:
+            self._seeks_drafts = False
+            logger.warning(
+                "no weight of the engines' drafting layer can be looked at: it may hold other ones than sent"
+            )
         if not num_equal:
             self._has_samples = False
             logger.warning("no weight of the engines can be looked at: the syncs are checked by version and size only")
 
     def _comparable(self, answer: Mapping[str, str]) -> dict[str, str]:
         """An engine's answer by HF names; of a model that drafts, where a name may mean another tensor, its layers."""
-        of_draft = {name.removeprefix(DRAFT): held for name, held in answer.items() if name.startswith(DRAFT)}
+        of_draft = _drafted(answer)
         own = {name: held for name, held in answer.items() if not name.startswith(DRAFT)}
         return own | {name: held for name, held in of_draft.items() if name in self._of_drafts}
+
+
+def _drafted(answer: Mapping[str, str]) -> dict[str, str]:
+    """What an engine's model that drafts holds, by the names of what was sent."""
+    return {name.removeprefix(DRAFT): held for name, held in answer.items() if name.startswith(DRAFT)}
