@@ -162,6 +162,9 @@ def test_an_engine_that_saw_another_number_of_tokens_is_an_error_that_names_samp
     aborted = {"completion_tokens": 0, "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
     check_count(sample, aborted | {"prompt_tokens": 0})
     check_count(sample, aborted)  # SGLang's answer to a request that waited; it names no number
+    check_count(sample, aborted | {"completion_tokens": 2})  # it waited again: retracted when the cache was full
+    with pytest.raises(RuntimeError, match="the engine saw 0 prompt tokens of sample 3"):
+        check_count(sample, aborted | {"prompt_tokens": 0, "completion_tokens": 2})
     with pytest.raises(RuntimeError, match="the engine saw None prompt tokens of sample 3"):
         check_count(sample, aborted | {"finish_reason": {"type": "stop"}})
     check_count(Sample(tokens=[1, 2]), {"prompt_tokens": 5})

@@ -146,10 +146,14 @@ def set_response_text(tokenizer: Any, sample: Sample, sampling_params: dict[str,
 
 
 def saw_all(meta_info: dict[str, Any], num_tokens: int) -> bool:
-    """Whether an engine saw so many prompt tokens; one that aborted the request before it read them saw none."""
+    """Whether an engine saw so many prompt tokens; one that aborted a request that waited does not say.
+
+    Such a request may have new tokens: it was retracted when the cache was full. The next call of a resumed sample
+    proves the number anyway.
+    """
     seen, reason = meta_info.get("prompt_tokens"), meta_info.get("finish_reason") or {}
     return seen == num_tokens or (
-        not seen and not meta_info.get("completion_tokens") and reason.get("type") == "abort"
+        not seen and reason.get("type") == "abort" and (seen is None or not meta_info.get("completion_tokens"))
     )
 
 
