@@ -102,7 +102,7 @@ class MediaTokens:
         """
         others = (getattr(processor, name, None) for name in ("video_token_id", "audio_token_id"))
         tokenizer = getattr(processor, "tokenizer", None)
-        opening = tokenizer.get_vocab().get(_OPENING) if tokenizer else None
+        opening = tokenizer.get_added_vocab().get(_OPENING) if tokenizer else None  # all words would take 0.3 s
         found, last = (tuple(token for token in ids if isinstance(token, int)) for ids in (others, (opening,)))
         return cls(image_token_id(processor), found, last)
 
@@ -345,7 +345,7 @@ class AnsweredImages:
     """Images that tools have answered with, until they are appended to a sample.
 
     Args:
-        state: its `tokenizer`, and its `processor`, which is loaded where there are images.
+        state: its `tokenizer`, its `processor`, which is loaded where there are images, and its `media`.
         args: how they are opened.
     """
 
@@ -391,7 +391,7 @@ class AnsweredImages:
     def _check_text(self, text: str) -> None:
         if not self._args.multimodal_keys or self._state.processor is None:
             return
-        for word in MediaTokens.of(self._state.processor).words(self._state.tokenizer):
+        for word in self._state.media.words(self._state.tokenizer):
             if word in text:
                 raise EnvError(f"a tool answered with the text {word!r}, which stands for an image: {text[:80]!r}")
 
