@@ -211,7 +211,7 @@ def same_requests(args: Any) -> list[dict[str, Any]]:
     for sample in (sample for group in groups for sample in group):
         sample.tokens = list(state.encode(sample.prompt))
         params = call_budget(sample, state.sampling_params, max_context_len=None)
-        bodies.append(engine_payload(sample, params or {}))
+        bodies.append(engine_payload(sample, params or {}, state))
     return bodies
 
 
