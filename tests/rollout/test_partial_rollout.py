@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
+import json
 
 import pytest
 
@@ -12,7 +12,9 @@ from slime.rollout.sampling.engine_request import settled
 from slime.rollout.sampling.generation import generate
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.train_data import response_loss_mask
+from slime.utils.processing_utils import end_ids, load_tokenizer
 from slime.utils.types import Sample
+from tests.rollout.chat_tokenizers import SPECIAL, family_tokenizer
 from tests.unit.rollout_fakes import LetterTokenizer
 
 Status = Sample.Status
@@ -57,30 +59,65 @@ def test_an_aborted_group_goes_on_in_the_next_rollout_with_fewer_new_tokens(two_
 
 
 @pytest.mark.parametrize(
-    ("params", "text", "ends"),
+    ("params", "ends"),
     [
-        ({}, "x", False),
-        ({"stop_token_ids": [102]}, "x", True),
-        ({"stop_token_ids": [100]}, "x", False),
-        ({"stop_token_ids": [102], "ignore_eos": True}, "x", False),
-        ({"stop": "x"}, "yx", True),
-        ({"stop": ["z", "yx"], "ignore_eos": True}, "yx", True),
-        ({"stop": ["y"]}, "yx", False),
+        ({}, False),
+        ({"stop_token_ids": [102]}, True),
+        ({"stop_token_ids": [100]}, False),
+        ({"stop_token_ids": [102], "ignore_eos": True}, False),
+        ({"stop": "f"}, True),
+        ({"stop": ["z", "ef"], "ignore_eos": True}, True),
+        ({"stop": ["d", ""]}, False),
     ],
 )
-def test_an_abort_that_comes_with_the_end_of_a_response_is_that_end(params, text, ends):
-    """As SGLang answers where the abort and the last token meet in one step: it looks for the abort first."""
+def test_an_abort_that_comes_with_the_end_of_a_response_is_that_end(params, ends):
+    """As SGLang answers where the abort and the last token meet in one step: it looks for the abort first.
+
+    The tokens are "def".
+    """
     meta = {"finish_reason": {"type": "abort"}, "output_token_logprobs": [[-1.0, i, None] for i in (100, 101, 102)]}
-    output = {"text": text, "meta_info": meta}
-    for tokenizer, over in (
-        (LetterTokenizer(), ends),
-        (SimpleNamespace(eos_token_id=102), "ignore_eos" not in params),
-    ):
+    output = {"text": "def", "meta_info": meta}
+    ending = LetterTokenizer()
+    ending.eos_token_id = 102
+    for tokenizer, over in ((LetterTokenizer(), ends), (ending, "ignore_eos" not in params)):
         answer = settled(output, params, tokenizer)
         expected = {"type": "stop", "matched": 102} if over or ends else {"type": "abort"}
         assert answer["meta_info"] == meta | {"finish_reason": expected}
     empty = {"meta_info": meta | {"output_token_logprobs": []}, "text": ""}
     assert settled(empty, params | {"stop": ""}, LetterTokenizer()) is empty and settled("none", {}, None) == "none"
+
+
+def test_a_stop_string_may_end_inside_the_last_token_of_a_response():
+    """An engine looks for it in the text of the last tokens, and keeps the whole of the last one."""
+    tokenizer = LetterTokenizer()
+    tokenizer.decode = lambda ids, **_: "".join(map(chr, ids)).replace("f", "f).")  # the last token is "f)."
+    meta = {"finish_reason": {"type": "abort"}, "output_token_logprobs": [[-1.0, i, None] for i in (100, 101, 102)]}
+    output = {"text": "def).", "meta_info": meta}
+    assert settled(output, {"stop": ["ef)"]}, tokenizer)["meta_info"]["finish_reason"]["type"] == "stop"
+    assert settled(output, {"stop": [")("]}, tokenizer) is output
+
+
+def test_an_abort_is_the_end_where_the_files_of_the_checkpoint_name_its_token(tmp_path):
+    """GLM-4.x ends a turn with the token of the next: its tokenizer names another end. Files of Qwen3-VL nest it."""
+    tokenizer = family_tokenizer("glm4_5", (*SPECIAL["glm4_5"], "<|eom_id|>"))
+    tokenizer.save_pretrained(tmp_path)
+    user, observation, eom, sop, other = tokenizer.convert_tokens_to_ids(
+        ["<|user|>", "<|observation|>", "<|eom_id|>", "<sop>", "<|assistant|>"]
+    )
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [user, observation]}))
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": sop}}))
+    loaded = load_tokenizer(str(tmp_path))
+    assert not {user, observation, eom, sop} & {loaded.eos_token_id}
+
+    def kind(token, **params):
+        meta = {"finish_reason": {"type": "abort"}, "output_token_logprobs": [[-1.0, token, None]]}
+        return settled({"text": "", "meta_info": meta}, params, loaded)["meta_info"]["finish_reason"]["type"]
+
+    assert [kind(token) for token in (user, observation, eom, sop, other)] == ["stop"] * 4 + ["abort"]
+    assert kind(user, ignore_eos=True) == "abort"
+    again = load_tokenizer(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    assert end_ids(again) == end_ids(loaded) - {sop}, "a file that cannot be read names none"
 
 
 def test_an_abort_that_comes_with_the_last_token_leaves_nothing_to_go_on_with(make, engine):

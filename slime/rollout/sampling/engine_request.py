@@ -11,6 +11,7 @@ from typing import Any
 from slime.config.args import Args
 from slime.processes.progress import went_on
 from slime.rollout.sampling.images import collapsed, engine_ids, image_data
+from slime.utils.processing_utils import end_ids
 from slime.utils.types import Sample
 from slime.weights.adapters import POLICY, live_name
 
@@ -98,20 +99,28 @@ def settled(output: Any, sampling_params: dict[str, Any], tokenizer: Any) -> Any
     Args:
         output: the answer.
         sampling_params: of the call.
-        tokenizer: its `eos_token_id` ends a response, too.
+        tokenizer: of the checkpoint; `end_ids` are what ends a response, too.
     """
     meta_info: Any = output.get("meta_info") if isinstance(output, dict) else None
     reason = meta_info.get("finish_reason") if isinstance(meta_info, dict) else None
     if not isinstance(reason, dict) or reason.get("type") != "abort" or not (tokens := tokens_of(meta_info)[0]):
         return output
-    stops, ends = sampling_params.get("stop") or (), set[Any]()
+    ends = set[int]()
     if not sampling_params.get("ignore_eos"):
-        ends = {*(sampling_params.get("stop_token_ids") or ()), getattr(tokenizer, "eos_token_id", None)}
-    if tokens[-1] not in ends and not str(output.get("text") or "").endswith(
-        (stops,) if isinstance(stops, str) else tuple(stops)
-    ):
+        ends = {*(sampling_params.get("stop_token_ids") or ()), *end_ids(tokenizer)}
+    if tokens[-1] not in ends and not _stopped(tokens, sampling_params.get("stop"), tokenizer):
         return output
     return {**output, "meta_info": {**meta_info, "finish_reason": {"type": "stop", "matched": tokens[-1]}}}
+
+
+def _stopped(tokens: list[int], stop: str | list[str] | None, tokenizer: Any) -> bool:
+    """Whether the last tokens hold a stop string, which may end inside the last one: as SGLang looks for it."""
+    stops = [text for text in ([stop] if isinstance(stop, str) else stop or ()) if text]
+    if not stops:
+        return False
+    longest = max(len(tokenizer.encode(text, add_special_tokens=False)) for text in stops)
+    tail = tokenizer.decode(tokens[-longest - 1 :])
+    return any(text in tail for text in stops)
 
 
 def append_engine_output(args: Args, sample: Sample, output: Any, *, trainable: bool = True) -> None:
