@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import functools
 import io
-import json
 import logging
 import os
 import re
@@ -34,7 +33,6 @@ MOST_PIXELS = 50_000_000
 """Of an image that is opened at all: more is a mistake, or a file made to fill the memory."""
 MOST_BYTES = 50 * 2**20
 """Of an image that is fetched."""
-_ENDS = ("<|eom_id|>", "<|content_model_end_sampling|>")  # SGLang ends at these, too, whatever the files say
 _FETCH_S = 30.0
 _LONGEST_PATH = 4096
 _UNREADABLE = (OSError, ValueError, SyntaxError, RuntimeError)  # as PIL says that a file is broken
@@ -60,30 +58,6 @@ def load_tokenizer(name_or_path: str, *, trust_remote_code: bool = False, **kwar
         raise UsageError(
             f"no tokenizer could be loaded from the {kind} {name_or_path} (--hf-checkpoint): {error}"
         ) from error
-
-
-@functools.lru_cache(maxsize=8)
-def end_ids(tokenizer: Any) -> frozenset[int]:
-    """The ids at which an engine of the tokenizer's checkpoint ends a response, unless it is to ignore them.
-
-    They are those of config.json, generation_config.json and the tokenizer, as `_check_token_based_finish` of SGLang
-    has them: GLM-4.x ends its turns with "<|user|>" and "<|observation|>", of which a tokenizer knows nothing.
-
-    Args:
-        tokenizer: loaded from a local HF directory; of another, its own ids alone are found.
-    """
-    added = tokenizer.get_added_vocab() if hasattr(tokenizer, "get_added_vocab") else {}
-    found = [getattr(tokenizer, "eos_token_id", None), *(added.get(text) for text in _ENDS)]
-    root = str(getattr(tokenizer, "name_or_path", None) or "")
-    for name in ("config.json", "generation_config.json") if root else ():
-        try:
-            config = json.loads((Path(root) / name).read_text())
-        except (OSError, ValueError):  # what an engine cannot do without, it asks for itself
-            continue
-        ends = config.get("eos_token_id")
-        ends = (config.get("text_config") or {}).get("eos_token_id") if ends is None else ends
-        found += ends if isinstance(ends, list) else [ends]
-    return frozenset(token for token in found if isinstance(token, int))
 
 
 def load_processor(name_or_path: str, *, trust_remote_code: bool = False, **kwargs: Any) -> Any:

@@ -8,11 +8,11 @@ import json
 import pytest
 
 from slime.rollout.hooks.sample_errors import SampleError
-from slime.rollout.sampling.engine_request import settled
+from slime.rollout.sampling.engine_request import end_ids, settled
 from slime.rollout.sampling.generation import generate
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.train_data import response_loss_mask
-from slime.utils.processing_utils import end_ids, load_tokenizer
+from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 from tests.rollout.chat_tokenizers import SPECIAL, family_tokenizer
 from tests.unit.rollout_fakes import LetterTokenizer

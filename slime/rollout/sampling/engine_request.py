@@ -6,14 +6,18 @@ port)) is what the rollout manager published.
 
 from __future__ import annotations
 
+import functools
+import json
+from pathlib import Path
 from typing import Any
 
 from slime.config.args import Args
 from slime.processes.progress import went_on
 from slime.rollout.sampling.images import collapsed, engine_ids, image_data
-from slime.utils.processing_utils import end_ids
 from slime.utils.types import Sample
 from slime.weights.adapters import POLICY, live_name
+
+_ENDS = ("<|eom_id|>", "<|content_model_end_sampling|>")  # SGLang ends at these, too, whatever the files say
 
 
 def router_url(args: Args) -> str:
@@ -89,6 +93,30 @@ def call_budget(
     if params.get("min_new_tokens"):
         params["min_new_tokens"] = min(max(params["min_new_tokens"] - sample.response_length, 0), budget)
     return params
+
+
+@functools.lru_cache(maxsize=8)
+def end_ids(tokenizer: Any) -> frozenset[int]:
+    """The ids at which an engine of the tokenizer's checkpoint ends a response, unless it is to ignore them.
+
+    They are those of config.json, generation_config.json and the tokenizer, as `_check_token_based_finish` of SGLang
+    has them: GLM-4.x ends its turns with "<|user|>" and "<|observation|>", of which a tokenizer knows nothing.
+
+    Args:
+        tokenizer: loaded from a local HF directory; of another, its own ids alone are found.
+    """
+    added = tokenizer.get_added_vocab() if hasattr(tokenizer, "get_added_vocab") else {}
+    found = [getattr(tokenizer, "eos_token_id", None), *(added.get(text) for text in _ENDS)]
+    root = str(getattr(tokenizer, "name_or_path", None) or "")
+    for name in ("config.json", "generation_config.json") if root else ():
+        try:
+            config = json.loads((Path(root) / name).read_text())
+        except (OSError, ValueError):  # what an engine cannot do without, it asks for itself
+            continue
+        ends = config.get("eos_token_id")
+        ends = (config.get("text_config") or {}).get("eos_token_id") if ends is None else ends
+        found += ends if isinstance(ends, list) else [ends]
+    return frozenset(token for token in found if isinstance(token, int))
 
 
 def settled(output: Any, sampling_params: dict[str, Any], tokenizer: Any) -> Any:
