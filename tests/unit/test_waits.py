@@ -52,6 +52,11 @@ NEVER = {
 FINISHED = "of a task that has finished"
 BOUNDED = "the driver waits for it with a deadline, and its watchdog notices that no sample finishes"
 ALLOWED: dict[tuple[str, str, str], str] = {
+    (
+        "slime/backends/megatron_utils/layers/rounded_linear.py",
+        "_RoundedLinear.backward",
+        "handle.wait",
+    ): "a collective: it has the timeout of its group",
     ("slime/agent/sandbox/http.py", "HttpSandbox.__aenter__", "aiohttp.ClientTimeout"): "each request has its own",
     ("slime/agent/rollout.py", "Execution._attempt", "task.result"): FINISHED,
     ("slime/agent/sandbox/pool.py", "SandboxPool._discard", "task.result"): FINISHED,
