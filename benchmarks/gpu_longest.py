@@ -72,11 +72,7 @@ def main() -> None:
 
 def row_of(name: str, options: Namespace) -> Row:
     """Run a case in a process of its own; its row."""
-    what, shape, target = (
-        f"longest sequence: {name}",
-        f"{options.shape}, {options.budget:g} GiB",
-        f"within {TARGET:.0%}",
-    )
+    what, shape, target = labels(name, options)
     log = options.output / "longest" / f"{options.shape}-{name.replace(', ', '-').replace(' ', '-')}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
@@ -99,17 +95,13 @@ def row_of(name: str, options: Namespace) -> Row:
 
 
 def labels(name: str, options: Namespace) -> tuple[str, str, str]:
-    """What is measured, its shape and its target."""
+    """Name the figure, its shape and its target for the table."""
     return f"longest sequence: {name}", f"{options.shape}, {options.budget:g} GiB", f"within {TARGET:.0%}"
 
 
 def judge(name: str, options: Namespace, *, planned: int, tried: list[tuple[int, float]]) -> Row:
     """The row of a case: the length at the budget between (or beyond) the two lengths that came closest to it."""
-    what, shape, target = (
-        f"longest sequence: {name}",
-        f"{options.shape}, {options.budget:g} GiB",
-        f"within {TARGET:.0%}",
-    )
+    what, shape, target = labels(name, options)
     found = at_budget(tried, options.budget)
     note = ", ".join(f"{length:,} tokens {gib:.2f} GiB" for length, gib in tried)
     ratio = planned / found
@@ -208,7 +200,7 @@ def measured(run: Callable[[], Any], accelerator: str) -> int:
 
 
 def is_tensor(thing: Any) -> bool:
-    """Whether this is a tensor with memory of its own."""
+    """Say whether an object is a tensor that owns its memory."""
     import torch
 
     return type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu"

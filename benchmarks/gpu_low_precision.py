@@ -79,7 +79,7 @@ FASTER = 1.2
 GAP = "train/train_rollout_logprob_abs_diff"
 PRECISIONS = ["bf16", "fp8", "fp8 forward"]
 MODES = {"fp8": "fp8", "bf16-for-fp8": "fp8", "int4": "int4", "bf16-for-int4": "int4"}
-"""What a run of `gap` is called -> what its engine's checkpoint is in."""
+"""Name of a run of `gap` -> number format of the checkpoint that its engine serves."""
 GROUP_SIZE = 128
 
 
@@ -221,7 +221,7 @@ def check_int4(device: str) -> Row:
 
 
 def milliseconds(function: Callable[[], Any], repeats: int = 20) -> float:
-    """Of one call on the device, the median of three series."""
+    """Time one call on the device: the median of three series."""
     for _ in range(3):
         function()
     series = []

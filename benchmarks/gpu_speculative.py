@@ -87,7 +87,7 @@ PLACES = 4
 NOISE, P_VALUE, CONTROL = 1.5, 1e-3, 1e-6
 LENGTH = "rollout/spec_accept_length"
 AUTO_OFF = ("--spec-break-even-length", 2.9, "--spec-auto-off")
-"""Of 2 drafted tokens a verification gives 3 at most."""
+"""A verification of 2 drafted tokens gives at most 3."""
 
 
 def main() -> None:
@@ -292,7 +292,7 @@ def off(options: Namespace) -> list[Row]:
 
 
 async def stop_drafts(url: str) -> None:
-    """What the rollout manager asks of every engine."""
+    """Send the request with which the rollout manager stops drafts."""
     async with (
         aiohttp.ClientSession() as session,
         session.post(url + "/weights_checker", json={"action": DRAFTS_OFF}) as answer,

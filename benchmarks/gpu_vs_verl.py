@@ -67,7 +67,7 @@ ENGINE: dict[str, Any] = {
 }
 TARGETS = {"step": 0.75, "step with old log-probs": 0.65, "step without generation": 0.50}
 Steps = list[dict[str, float]]
-"""Of each step the seconds of "step" and "generation", and the response "tokens"."""
+"""One dict for each step: the seconds of "step" and of "generation", and the number of response "tokens"."""
 
 
 def main() -> None:
@@ -151,7 +151,7 @@ def our_run(options: Namespace) -> Run:
 
 
 def our_steps(run: Run, options: Namespace) -> Steps:
-    """What our run logged, of each step."""
+    """Read what our run logged for each step."""
     names = ("perf/step_time", "perf/rollout_time", "rollout/response_lengths")
     found = [series_of(run, options).get(name, {}) for name in names]
     rollouts = sorted(set(found[0]) & set(found[1]) & set(found[2]))
