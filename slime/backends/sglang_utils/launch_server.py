@@ -103,9 +103,10 @@ def prepare(launch: dict[str, Any]) -> None:
 
 def _drafts_apart(server_args: dict[str, Any]) -> bool:
     """Whether drafts come from no part of the model that is served."""
-    path = server_args.get("speculative_draft_model_path")
-    is_other = path is not None and os.path.realpath(path) != os.path.realpath(server_args["model_path"])
-    return server_args.get("speculative_algorithm") == "NGRAM" or is_other
+    from slime.config.sglang.drafts import same_directory
+
+    path, algorithm = (server_args.get(f"speculative_{name}") for name in ("draft_model_path", "algorithm"))
+    return algorithm == "NGRAM" or (path is not None and not same_directory(path, server_args["model_path"]))
 
 
 def _quantized_layers(config: dict[str, Any]) -> Callable[[str], None] | None:
