@@ -91,12 +91,15 @@ def test_every_attribute_exists_with_the_installed_default(parser: Parser) -> No
 def test_what_slime_reads_of_sglang_exists_without_it_too() -> None:
     given = {*OWN, "sglang_overrides", "sglang_model_routers"}
     derived = {options.PREFIX + name for name in sglang.engine_sizes(1, {})}
-    read = set()
+    read, guarded = set(), set()
     for path in (ROOT / "slime").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args":
+            # A rule's condition calls them `a`; one with `given` is asked only where that flag was given.
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("a", "args"):
                 read |= {node.attr} if node.attr.startswith(options.PREFIX) else set()
-    assert read - given - derived == {options.PREFIX + name for name in options.READ_BY_SLIME}
+            elif isinstance(node, ast.keyword) and node.arg == "given" and isinstance(node.value, ast.Constant):
+                guarded |= set(str(node.value.value).split())
+    assert read - given - derived - guarded == {options.PREFIX + name for name in options.READ_BY_SLIME}
 
 
 def test_switches_have_their_no_form(parser: Parser) -> None:
