@@ -7,6 +7,8 @@ import json
 
 import pytest
 
+from slime.rollout.hooks.process_rewards import turn_spans
+from slime.rollout.hooks.returns import check_trainable
 from slime.rollout.hooks.sample_errors import SampleError
 from slime.rollout.sampling.engine_request import end_ids, settled
 from slime.rollout.sampling.generation import generate
@@ -167,6 +169,34 @@ def test_a_finished_sample_of_an_unfinished_group_is_not_generated_or_hooked_aga
     assert [s.metadata["hooks"] for s in group] == [1, 1]
     assert [s.reward for s in group] == [0.0, 20.0]
     assert len([r for r in engine.requests if r["input_ids"][1] == ord("z")]) == 1, "only the aborted one"
+
+
+def rate_turns(args, sample):
+    return [0.5 + start for start, _ in turn_spans(sample)]
+
+
+def test_rewards_of_turns_that_are_masked_later_are_those_of_their_tokens(make, engine):
+    """The first sample of "pz" is finished and rated in rollout 0, which aborts the second one."""
+    masks = {"mask_offpolicy_in_partial_rollout": True, "advantage_estimator": "turn_grpo"}
+    paths = {"custom_generate_function_path": "first_writes", "process_reward_path": "rate_turns"}
+    args, source = make("bcz", **PARTIAL, **masks, **{name: f"{__file__}:{path}" for name, path in paths.items()})
+    engine.held, engine.partial = {ord("z")}, 3
+    generate_rollout(args, 0, source)
+    ((finished, aborted),) = source.buffer
+    assert (finished.turn_rewards, aborted.turn_rewards) == ([0.5, 2.5], None)
+    engine.held, args.over_sampling_batch_size = set(), 2
+    group = by_prompt(generate_rollout(args, 1, source).samples)["pz"]
+    check_trainable(args, "the rollout", group)
+    assert [s.loss_mask for s in group] == [[0] * 3, [0] * 3 + [1] * 17]
+    assert [(s.turn_rewards, s.token_rewards) for s in group] == [(None, [0.5, None, 2.5]), ([0.5 + 3], None)]
+
+
+async def first_writes(args, sample, sampling_params):
+    if sample.prompt == "pz" and sample.index % 2 == 0:
+        sample.status, sample.tokens, sample.response_length = Status.COMPLETED, [112, 122, 1, 2, 3], 3
+        sample.loss_mask, sample.rollout_log_probs = [1, 0, 1], [-1.0, 0.0, -1.0]
+        return sample
+    return await generate(args, sample, sampling_params)
 
 
 async def first_finishes(args, sample, sampling_params):

@@ -68,6 +68,16 @@ def take_process_rewards(sample: Sample, given: Any) -> None:
         sample.token_rewards = values
 
 
+def turns_as_tokens(sample: Sample) -> None:
+    """Give rewards of turns to the last tokens of these, so that they stay in order when the mask changes."""
+    if sample.turn_rewards is None:
+        return
+    rewards: list[float | None] = [None] * sample.response_length
+    for (_, end), reward in zip(turn_spans(sample), sample.turn_rewards, strict=False):  # an aborted turn has none yet
+        rewards[end - 1] = reward
+    sample.token_rewards, sample.turn_rewards = rewards, None
+
+
 def process_problem(args: Args, sample: Sample) -> str | None:
     """What is wrong with a sample's rewards of tokens or turns, as the end of a sentence ("... with <problem>")."""
     given = {name: vars(sample)[name] for name in ("token_rewards", "turn_rewards") if vars(sample)[name] is not None}

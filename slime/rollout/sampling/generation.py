@@ -28,6 +28,7 @@ from slime.observability.trace_utils import (
 )
 from slime.processes.progress import went_on
 from slime.rollout.base_types import flatten
+from slime.rollout.hooks.process_rewards import turns_as_tokens
 from slime.rollout.hooks.sample_errors import (
     blame,
     check_completed,
@@ -265,6 +266,7 @@ async def _attempt(
     if sample.response_length:  # of an earlier rollout, perhaps of an earlier run
         check_sample(args, f"--data-source-path {hook_name(args.data_source_path)}", sample, evaluation=evaluation)
     if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length:
+        turns_as_tokens(sample)  # masked turns are none any more
         sample.loss_mask = [0] * sample.response_length  # older weights wrote it
     if sample.status in FINISHED:
         if sample.reward is None and sample.end_reason == "grader_error":  # it is asked for its reward again
