@@ -113,7 +113,10 @@ class _Client:
             limit = 0 if is_control else self.limits.max_connections
             connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=4.0)
             traces = [_kept_connections()] if is_control else None  # only control requests are sent once more
-            session = aiohttp.ClientSession(connector=connector, timeout=self.timeout(None), trace_configs=traces)
+            jar = aiohttp.DummyCookieJar()  # a balancer's cookie would tie all requests to one engine
+            session = aiohttp.ClientSession(
+                connector=connector, timeout=self.timeout(None), trace_configs=traces, cookie_jar=jar
+            )
             sessions[is_control] = session
         return session
 

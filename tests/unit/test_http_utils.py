@@ -29,7 +29,10 @@ def server():
 
     async def echo(request):
         peers.add(request.transport.get_extra_info("peername"))
-        return web.json_response({"got": await request.json(), "key": request.headers.get("X-Key")})
+        answer = web.json_response({"got": await request.json(), "key": request.headers.get("X-Key")})
+        answer.set_cookie("backend", "one")
+        calls.append(request.headers.get("Cookie", ""))
+        return answer
 
     async def text(request):
         return web.Response(text="plain")
@@ -124,6 +127,18 @@ def test_requests_of_one_loop_share_connections(server):
 
     async_utils.run(several())
     assert len(peers) == 1
+
+
+def test_a_balancers_cookie_does_not_tie_requests_to_one_engine(server):
+    url, calls, _ = server
+    named = url.replace("127.0.0.1", "localhost")  # aiohttp itself takes no cookie of an address in numbers
+
+    async def several():
+        for _ in range(3):
+            await post(f"{named}/echo", {})
+
+    async_utils.run(several())
+    assert calls == [""] * 3
 
 
 def test_the_client_is_sized_to_the_engines(monkeypatch):
