@@ -10,12 +10,17 @@ all. `--hypothesis-profile explore` looks at others.
 
 from __future__ import annotations
 
+import gc
+import os
 from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+# Before torch is imported. Tests multiply tiny matrices, on cores that another worker uses, too: a second thread makes
+# that slower, and spins while it waits. Trainers and engines that a run starts have numbers of threads of their own.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("explore", deadline=None)
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.load_profile("same")
@@ -34,6 +39,12 @@ WITHOUT_A_RUN = {
         *("train_step_parity", "trainer", "trainer_memory", "trainer_profile"),
     )
 }
+
+
+def pytest_collection_finish() -> None:
+    """Leave what hundreds of modules are made of out of every later look for garbage, here and in forked processes."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
