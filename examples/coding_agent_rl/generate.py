@@ -116,7 +116,7 @@ class SweExecution(Execution):
         self.service, self.md = AdapterService(args), md
         settings = Settings(
             harness=_setting("SWE_AGENT", "claude_code"),
-            sandbox=SandboxSettings("e2b", gateway_url=self.service.url),
+            sandbox=SandboxSettings(backend="e2b", gateway_url=self.service.url),
             budgets=Budget(seconds=CONFIG.agent_time_budget_sec),
         )
         super().__init__(args, sample, params, settings=settings, evaluation=evaluation)

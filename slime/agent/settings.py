@@ -11,24 +11,25 @@ Everything is read before the run starts: a wrong key, name or value is a senten
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Awaitable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Iterator
+from typing import Annotated, Any, Protocol
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from slime.agent.gateway import Budget
 from slime.agent.harness import HARNESSES, make_harness
 from slime.agent.sandbox import BACKENDS, SandboxError, make_sandbox
 from slime.agent.sandbox.grading import GRADERS
 from slime.config.args import Args
+from slime.config.custom_config import FLAG
 from slime.rollout.hooks.signatures import signature_problem
-from slime.utils.errors import UsageError, did_you_mean
-from slime.utils.misc import is_finite_number, try_to_load
+from slime.utils.errors import UsageError
+from slime.utils.files.yaml_config import LocatedYaml, validate
+from slime.utils.misc import try_to_load
 from slime.utils.types import Sample
 
 KEY = "agent"
 AGENT_S = 1800.0
-T = TypeVar("T")
 
 
 class AgentProgram(Protocol):
@@ -53,8 +54,7 @@ class AgentGrader(Protocol):
     def __call__(self, args: Args, sample: Sample, diff: str) -> Awaitable[Any] | Any: ...
 
 
-@dataclass(frozen=True)
-class SandboxSettings:
+class SandboxSettings(BaseModel):
     """`sandbox`: where the agent runs.
 
     Attributes:
@@ -63,8 +63,10 @@ class SandboxSettings:
         gateway_url: of the gateway, as it is reached from the host of an http sandbox or from inside others.
     """
 
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
     backend: str = "local"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = {}
     gateway_url: str | None = None
 
     @property
@@ -73,8 +75,7 @@ class SandboxSettings:
         return self.backend in ("local", "http")
 
 
-@dataclass(frozen=True)
-class GraderSettings:
+class GraderSettings(BaseModel):
     """`grader`: how the agent's changes are scored; a text is short for its `kind`.
 
     Attributes:
@@ -84,14 +85,15 @@ class GraderSettings:
         seconds: that grading may take.
     """
 
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
     kind: str = ""
     command: str | None = None
     python: str = "python3"
-    seconds: float = 600.0
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(BaseModel):
     """All settings of a run.
 
     Attributes:
@@ -100,11 +102,15 @@ class Settings:
         at_a_time: agents that work together in this process; as many sandboxes are open.
     """
 
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
     harness: str = ""
     sandbox: SandboxSettings = SandboxSettings()
     budgets: Budget = Budget(seconds=AGENT_S)
-    grader: GraderSettings = GraderSettings()
-    at_a_time: int = 64
+    grader: Annotated[GraderSettings, BeforeValidator(lambda v: {"kind": v} if isinstance(v, str) else v)] = (
+        GraderSettings()
+    )
+    at_a_time: Annotated[int, Field(ge=1)] = 64
 
     @property
     def is_program(self) -> bool:
@@ -121,19 +127,15 @@ def read_settings(args: Args) -> Settings:
     Raises:
         UsageError: with a sentence for each that is wrong.
     """
-    problems: list[str] = []
-    settings = _read(Settings, vars(args).get(KEY) or {}, KEY, problems)
-    if args.agent_harness:
-        settings = dataclasses.replace(settings, harness=args.agent_harness)
+    settings = validate(Settings, LocatedYaml("", FLAG, {KEY: vars(args).get(KEY) or {}}), (KEY,))
+    changes: dict[str, Any] = {"harness": args.agent_harness} if args.agent_harness else {}
     if args.sandbox_unsafe and settings.sandbox.backend == "local":
         options = {**settings.sandbox.options, "unsafe": True}
-        sandbox = dataclasses.replace(settings.sandbox, options=options)
-        settings = dataclasses.replace(settings, sandbox=sandbox)
+        changes["sandbox"] = settings.sandbox.model_copy(update={"options": options})
     limits = settings.budgets
-    limits = dataclasses.replace(limits, turns=limits.turns or args.max_turns, seconds=limits.seconds or AGENT_S)
-    settings = dataclasses.replace(settings, budgets=limits)
-    problems = problems or [*_problems(settings)]
-    if problems:
+    filled = {"turns": limits.turns or args.max_turns, "seconds": limits.seconds or AGENT_S}
+    settings = settings.model_copy(update={**changes, "budgets": limits.model_copy(update=filled)})
+    if problems := [*_problems(settings)]:
         raise UsageError(problems)
     return settings
 
@@ -144,42 +146,6 @@ def check_args(args: Args) -> Iterator[str]:
         read_settings(args)
     except UsageError as error:
         yield from error.messages
-
-
-def _read(kind: type[T], value: Any, where: str, problems: list[str]) -> T:
-    """A mapping of the file as one of the classes above."""
-    if kind is GraderSettings and isinstance(value, str):
-        value = {"kind": value}
-    if not isinstance(value, Mapping):
-        problems.append(f"{where} of --custom-config-path is {value!r}; it must be a mapping.")
-        return kind()
-    known = {f.name: f.default for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    read: dict[str, Any] = {}
-    for name, given in value.items():
-        at = f"{where}.{name}"
-        if name not in known:
-            problems.append(f"{at} of --custom-config-path: there is no such key; {did_you_mean(str(name), known)}")
-        elif dataclasses.is_dataclass(default := known[name]):
-            read[name] = _read(type(default), given, at, problems)
-        elif problem := _value_problem(name, given):
-            problems.append(f"{at} of --custom-config-path is {given!r}; it must be {problem}.")
-        else:
-            read[name] = given
-    return kind(**read)
-
-
-def _value_problem(name: str, value: Any) -> str | None:
-    """What a value must be instead."""
-    if name in ("turns", "tokens", "at_a_time"):
-        is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        return None if is_whole or (value is None and name != "at_a_time") else "a whole number from 1"
-    if name == "seconds":
-        return None if is_finite_number(value) and value > 0 else "a number of seconds above 0"
-    if name == "options":
-        return None if isinstance(value, Mapping) else "a mapping"
-    if name in ("command", "gateway_url") and value is None:
-        return None
-    return None if isinstance(value, str) and value else "a text"
 
 
 def _problems(settings: Settings) -> Iterator[str]:

@@ -233,13 +233,13 @@ async def silent(base_url: str, api_key: str, sample: Sample) -> float:
     ("agent", "sentence"),
     [
         ({}, "needs an agent: --agent-harness, or harness under the key agent"),
-        ("scripted", "agent of --custom-config-path is 'scripted'; it must be a mapping"),
-        ({"harnes": "scripted"}, "agent.harnes of --custom-config-path: there is no such key; did you mean harness"),
+        ("scripted", "--custom-config-path: agent: 'scripted' is no mapping; it needs keys of harness"),
+        ({"harnes": "scripted"}, "--custom-config-path: agent.harnes: unknown key; did you mean harness"),
         ({"harness": f"{__name__}:Nowhere"}, "starts no-such-program, which is not on this host's PATH"),
         ({"harness": "skripted"}, "no agent harness is called 'skripted'"),
-        ({"harness": "scripted", "budgets": {"turn": 1}}, "agent.budgets.turn of .*; did you mean turns"),
-        ({"harness": "scripted", "budgets": {"turns": 0}}, "agent.budgets.turns .* is 0; it must be a whole number"),
-        ({"harness": "scripted", "budgets": {"seconds": -1}}, "it must be a number of seconds above 0"),
+        ({"harness": "scripted", "budgets": {"turn": 1}}, "agent.budgets.turn: unknown key; did you mean turns"),
+        ({"harness": "scripted", "budgets": {"turns": 0}}, "agent.budgets.turns: 0 must be >= 1"),
+        ({"harness": "scripted", "budgets": {"seconds": -1}}, "agent.budgets.seconds: -1 must be > 0"),
         (
             {"harness": "scripted", "sandbox": {"backend": "podman"}},
             "no sandbox backend podman; there is local, docker",

@@ -9,9 +9,10 @@ import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field
 
 from slime.agent.adapters.wire import BadRequest, Refused, new_id, tool_choice
 from slime.agent.history import History, Prompt, Seen, SharedIds
@@ -43,8 +44,7 @@ _UNUSED_KEYS = ("presence_penalty", "frequency_penalty", "logit_bias", "seed", "
 _NEUTRAL: tuple[Any, ...] = (None, 0, {}, "auto", "none", {"type": "auto"}, {"type": "none"}, {"type": "text"})
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(BaseModel):
     """What a session may use up; None is no limit.
 
     Attributes:
@@ -53,9 +53,11 @@ class Budget:
         seconds: of wall time since the session was opened.
     """
 
-    turns: int | None = None
-    tokens: int | None = None
-    seconds: float | None = None
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    turns: Annotated[int, Field(ge=1)] | None = None
+    tokens: Annotated[int, Field(ge=1)] | None = None
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 
 @dataclass

@@ -6,11 +6,11 @@ current one does not start with it. The sandbox is ours, so its own is off: else
 
 from __future__ import annotations
 
-import base64
 import json
 import shlex
+from abc import abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from slime.agent.harness.base import HOME, BaseHarness, HarnessContext, prompt_argument, provide, run_agent
 from slime.agent.sandbox import Sandbox
@@ -24,17 +24,45 @@ _CLAUDE_OPTIONS = (
 )
 
 
-class ClaudeCodeHarness(BaseHarness):
+class ProgramHarness(BaseHarness):
+    """A program that is found, or installed as an npm package, and started by one command line.
+
+    Attributes:
+        remedy: how the program gets onto a host.
+        tarball_env: names an environment variable with the path of its npm package; "": it is no npm package.
+    """
+
+    remedy: ClassVar[str]
+    tarball_env: ClassVar[str] = ""
+
+    @abstractmethod
+    def start(self, ctx: HarnessContext, prompt: str) -> tuple[str, dict[str, str]]:
+        """Return the command line and the environment for a task, whose prompt is quoted already."""
+
+    async def install_cli(self, sb: Sandbox) -> None:
+        """Give the sandbox the program."""
+        await provide(sb, self.command, tarball_env=self.tarball_env, remedy=self.remedy)
+
+    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
+        """Start it with the task."""
+        command, env = self.start(ctx, prompt_argument(prompt))
+        return await run_agent(
+            sb,
+            workdir=ctx.workdir,
+            start_cmd=command,
+            env=self.with_extra_envs(env),
+            time_budget_sec=time_budget_sec,
+        )
+
+
+class ClaudeCodeHarness(ProgramHarness):
     """Runs `claude -p` over Anthropic's Messages; SLIME_AGENT_CC_TARBALL is its npm package."""
 
     name = "claude_code"
     command = "claude"
     env_prefix = "SLIME_AGENT_CC"
-
-    async def install_cli(self, sb: Sandbox) -> None:
-        """Give the sandbox `claude`."""
-        remedy = "npm install -g @anthropic-ai/claude-code"
-        await provide(sb, self.command, tarball_env="SLIME_AGENT_CC_TARBALL", remedy=remedy)
+    remedy = "npm install -g @anthropic-ai/claude-code"
+    tarball_env = "SLIME_AGENT_CC_TARBALL"
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
         """Answer the questions of a first start."""
@@ -45,8 +73,7 @@ class ClaudeCodeHarness(BaseHarness):
             server = {"type": "http", "url": ctx.mcp_url, "headers": {"Authorization": f"Bearer {ctx.session_id}"}}
             await sb.write_file(_CLAUDE_TOOLS, json.dumps({"mcpServers": {"slime": server}}), user="agent")
 
-    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
-        """Start it with the task."""
+    def start(self, ctx: HarnessContext, prompt: str) -> tuple[str, dict[str, str]]:
         env = {
             "ANTHROPIC_BASE_URL": ctx.adapter_url,
             "ANTHROPIC_AUTH_TOKEN": ctx.session_id,
@@ -57,13 +84,7 @@ class ClaudeCodeHarness(BaseHarness):
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         }
         options = _CLAUDE_OPTIONS + (f" --mcp-config {_CLAUDE_TOOLS} --strict-mcp-config" if ctx.offers_tools else "")
-        return await run_agent(
-            sb,
-            workdir=ctx.workdir,
-            start_cmd=f"claude -p {prompt_argument(prompt)} {options}{self.extra_args()}",
-            env=self.with_extra_envs(env),
-            time_budget_sec=time_budget_sec,
-        )
+        return f"claude -p {prompt} {options}{self.extra_args()}", env
 
 
 _CODEX_CONFIG = """model = {model}
@@ -85,17 +106,14 @@ bearer_token_env_var = "OPENAI_API_KEY"
 """
 
 
-class CodexHarness(BaseHarness):
+class CodexHarness(ProgramHarness):
     """Runs `codex exec` over OpenAI's Responses; SLIME_AGENT_CODEX_TARBALL is its npm package."""
 
     name = "codex"
     command = "codex"
     env_prefix = "SLIME_AGENT_CODEX"
-
-    async def install_cli(self, sb: Sandbox) -> None:
-        """Give the sandbox `codex`."""
-        remedy = "npm install -g @openai/codex"
-        await provide(sb, self.command, tarball_env="SLIME_AGENT_CODEX_TARBALL", remedy=remedy)
+    remedy = "npm install -g @openai/codex"
+    tarball_env = "SLIME_AGENT_CODEX_TARBALL"
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
         """Name our server as the model's provider."""
@@ -103,34 +121,22 @@ class CodexHarness(BaseHarness):
         model, url = json.dumps(ctx.model_label), json.dumps(f"{ctx.adapter_url}/v1")
         config = _CODEX_CONFIG.format(model=model, url=url)
         config += _CODEX_TOOLS.format(url=json.dumps(ctx.mcp_url)) if ctx.offers_tools else ""
-        text = base64.b64encode(config.encode()).decode()
-        folder = f"{HOME}/.codex"
-        write = f"mkdir -p {folder} && echo {text} | base64 -d > {folder}/config.toml"
-        await sb.exec(write, user="agent", check=True)
+        await sb.exec(f"mkdir -p {HOME}/.codex", user="agent", check=True)  # which it writes to, too
+        await sb.write_file(f"{HOME}/.codex/config.toml", config, user="agent")
 
-    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
-        """Start it with the task."""
+    def start(self, ctx: HarnessContext, prompt: str) -> tuple[str, dict[str, str]]:
         env = {"OPENAI_API_KEY": ctx.session_id, "OPENAI_BASE_URL": f"{ctx.adapter_url}/v1"}
-        return await run_agent(
-            sb,
-            workdir=ctx.workdir,
-            start_cmd=f"codex exec --skip-git-repo-check {prompt_argument(prompt)} --json{self.extra_args()}",
-            env=self.with_extra_envs(env),
-            time_budget_sec=time_budget_sec,
-        )
+        return f"codex exec --skip-git-repo-check {prompt} --json{self.extra_args()}", env
 
 
-class OpenCodeHarness(BaseHarness):
+class OpenCodeHarness(ProgramHarness):
     """Runs `opencode run` over OpenAI's Chat Completions; SLIME_AGENT_OPENCODE_TARBALL is its npm package."""
 
     name = "opencode"
     command = "opencode"
     env_prefix = "SLIME_AGENT_OPENCODE"
-
-    async def install_cli(self, sb: Sandbox) -> None:
-        """Give the sandbox `opencode`."""
-        remedy = "npm install -g opencode-ai"
-        await provide(sb, self.command, tarball_env="SLIME_AGENT_OPENCODE_TARBALL", remedy=remedy)
+    remedy = "npm install -g opencode-ai"
+    tarball_env = "SLIME_AGENT_OPENCODE_TARBALL"
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
         """Name our server as the only provider, allow every tool, and leave titles out: they are a request more."""
@@ -153,28 +159,20 @@ class OpenCodeHarness(BaseHarness):
         if ctx.offers_tools:
             headers = {"Authorization": "Bearer {env:OPENAI_API_KEY}"}
             config["mcp"] = {"slime": {"type": "remote", "url": ctx.mcp_url, "headers": headers, "enabled": True}}
-        folder = f"{HOME}/.config/opencode"
-        text = shlex.quote(json.dumps(config))
-        await sb.exec(f"mkdir -p {folder} && echo {text} > {folder}/opencode.json", user="agent", check=True)
+        await sb.exec(f"mkdir -p {HOME}/.config/opencode", user="agent", check=True)
+        await sb.write_file(f"{HOME}/.config/opencode/opencode.json", json.dumps(config), user="agent")
 
-    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
-        """Start it with the task."""
+    def start(self, ctx: HarnessContext, prompt: str) -> tuple[str, dict[str, str]]:
         env = {
             "OPENAI_API_KEY": ctx.session_id,
             "OPENCODE_DISABLE_MODELS_FETCH": "1",
             "OPENCODE_DISABLE_AUTOUPDATE": "1",
             "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
         }
-        return await run_agent(
-            sb,
-            workdir=ctx.workdir,
-            start_cmd=f"opencode run {prompt_argument(prompt)} --format json{self.extra_args()}",
-            env=self.with_extra_envs(env),
-            time_budget_sec=time_budget_sec,
-        )
+        return f"opencode run {prompt} --format json{self.extra_args()}", env
 
 
-class MiniSweAgentHarness(BaseHarness):
+class MiniSweAgentHarness(ProgramHarness):
     """Runs `mini`, a Python program that speaks OpenAI's Chat Completions through litellm.
 
     Install it into a virtual environment whose `bin` is on the PATH.
@@ -183,17 +181,13 @@ class MiniSweAgentHarness(BaseHarness):
     name = "mini_swe_agent"
     command = "mini"
     env_prefix = "SLIME_AGENT_MINI"
+    remedy = "pip install mini-swe-agent in an environment of its own"
     takes_tools = False
-
-    async def install_cli(self, sb: Sandbox) -> None:
-        """Give the sandbox `mini`."""
-        await provide(sb, self.command, remedy="pip install mini-swe-agent in an environment of its own")
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
         """Write nothing: the environment and the command line say all."""
 
-    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
-        """Start it with the task, without questions and without a price list."""
+    def start(self, ctx: HarnessContext, prompt: str) -> tuple[str, dict[str, str]]:
         env = {
             "OPENAI_API_KEY": ctx.session_id,
             "OPENAI_BASE_URL": f"{ctx.adapter_url}/v1",
@@ -203,19 +197,13 @@ class MiniSweAgentHarness(BaseHarness):
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         }
         options = f"--model openai/{ctx.model_label} --yolo --exit-immediately"
-        return await run_agent(
-            sb,
-            workdir=ctx.workdir,
-            start_cmd=f"mini --task {prompt_argument(prompt)} {options}{self.extra_args()}",
-            env=self.with_extra_envs(env),
-            time_budget_sec=time_budget_sec,
-        )
+        return f"mini --task {prompt} {options}{self.extra_args()}", env
 
 
 _PROGRAM = f"{HOME}/.scripted_agent.py"
 
 
-class ScriptedHarness(BaseHarness):
+class ScriptedHarness(ProgramHarness):
     """Runs `scripted_agent.py`, for tests and CPU examples: one Python file without packages, with a shell and a tool
     that writes a file. SLIME_AGENT_SCRIPTED_EXTRA_ARGS sets its options, as `--protocol anthropic --max-turns 5`.
     """
@@ -223,24 +211,14 @@ class ScriptedHarness(BaseHarness):
     name = "scripted"
     command = "python3"
     env_prefix = "SLIME_AGENT_SCRIPTED"
-
-    async def install_cli(self, sb: Sandbox) -> None:
-        """See that there is a Python."""
-        await provide(sb, self.command, remedy="install Python 3.8 or later")
+    remedy = "install Python 3.8 or later"
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
         """Write the program."""
         await sb.write_file(_PROGRAM, Path(__file__).with_name("scripted_agent.py"), user="agent")
 
-    async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
-        """Start it with the task as its last argument."""
+    def start(self, ctx: HarnessContext, prompt: str) -> tuple[str, dict[str, str]]:
         options = f"--url {shlex.quote(ctx.adapter_url)} --model {shlex.quote(ctx.model_label)}"
         if ctx.offers_tools:
             options += f" --mcp {shlex.quote(ctx.mcp_url)}"
-        return await run_agent(
-            sb,
-            workdir=ctx.workdir,
-            start_cmd=f"python3 {_PROGRAM} {options}{self.extra_args()} -- {prompt_argument(prompt)}",
-            env=self.with_extra_envs({"SLIME_API_KEY": ctx.session_id}),
-            time_budget_sec=time_budget_sec,
-        )
+        return f"python3 {_PROGRAM} {options}{self.extra_args()} -- {prompt}", {"SLIME_API_KEY": ctx.session_id}

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Protocol
 
-from slime.agent.sandbox.results import TMP, ExecResult, SandboxError, SandboxTimeout
+from slime.agent.sandbox import Sandbox
+from slime.agent.sandbox.results import TMP, SandboxError, SandboxTimeout
 from slime.utils.types import Sample
 
 # What Python and pytest run or read by themselves, wherever it lies: an agent's are not taken over.
@@ -54,25 +55,8 @@ def pytest_sessionfinish(session):
 """
 
 
-class GradingSandbox(Protocol):
+class GradingSandbox(Sandbox, Protocol):
     """What grading needs of a sandbox."""
-
-    async def exec(
-        self,
-        cmd: str,
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        timeout: float = 120,
-        check: bool = False,
-    ) -> ExecResult:
-        """Run a command line."""
-
-    async def write_file(self, path: str, data: str, *, user: str = "root") -> None:
-        """Write a file."""
-
-    async def read_file(self, path: str, *, user: str = "root") -> str:
-        """The text of a file."""
 
     async def kill_all(self) -> None:
         """Kill what the agent has started."""
