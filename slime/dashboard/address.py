@@ -43,18 +43,11 @@ def listen(host: str, port: int) -> socket.socket:
         OSError: the address cannot be used.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except UnicodeError as error:  # such as a..b
         raise OSError(f"{host!r} is no name of a host") from error
-    listening = socket.socket(family, kind, protocol)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(128)
-    except OSError:
-        listening.close()
-        raise
-    return listening
+    is_every = family == socket.AF_INET6 and address[0] == "::"
+    return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=is_every)
 
 
 def is_loopback(host: str) -> bool:

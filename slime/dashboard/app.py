@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,9 +22,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from slime.dashboard import pages
-from slime.dashboard.records import EXACT, SORTABLE, Query, Samples
-from slime.dashboard.runs import Library, Run, sample_lanes, time_page
+from slime.dashboard.runs import Library, Run, time_page
 from slime.dashboard.series import AXES
+
+if TYPE_CHECKING:
+    from slime.dashboard.records import Samples
 
 STATIC = Path(__file__).parent / "static"
 LOOK_S = 1.0
@@ -65,7 +67,7 @@ class Api:
         of_samples: dict[str, Callable[[Request, Run, Samples], Any]] = {
             "": sample_list,
             "/{row:int}": lambda request, _, samples: samples.sample(request.path_params["row"]),
-            "/times": lambda _, __, samples: sample_lanes(samples),
+            "/times": lambda _, __, samples: samples.lanes(),
             "/{row:int}/text": sample_text,
             "/{row:int}/tokens": sample_tokens,
         }
@@ -75,30 +77,26 @@ class Api:
         own = [Route("/runs", self._runs), Route("/events", self._events), Route("/compare", self._compare)]
         return [*own, *routes]
 
-    def _of_run(self, page: Callable[[Request, Run], Any]) -> Callable[[Request], Response]:
+    def _of_run(self, page: Callable[[Request, Run], Any], *, locks: bool = True) -> Callable[[Request], Response]:
         def endpoint(request: Request) -> Response:
             run = self._library.find(request.path_params["run"])
             if run is None:
                 raise HTTPException(404, "no such run")
-            with run.lock:
-                found = page(request, run)
-            return found if isinstance(found, Response) else answer(found)
+            with run.lock if locks else contextlib.nullcontext():
+                return answer(page(request, run))
 
         return endpoint
 
     def _of_samples(self, page: Callable[[Request, Run, Samples], Any]) -> Callable[[Request], Response]:
-        def endpoint(request: Request) -> Response:
-            run = self._library.find(request.path_params["run"])
-            if run is None:
-                raise HTTPException(404, "no such run")
+        def of_samples(request: Request, run: Run) -> Any:
             try:
-                return answer(page(request, run, run.rollouts.open(request.path_params["name"])))
+                return page(request, run, run.rollouts.open(request.path_params["name"]))
             except LookupError as error:
                 raise HTTPException(404, str(error.args[0])) from None
             except ValueError as error:
                 raise HTTPException(422, f"these samples cannot be read: {error}") from None
 
-        return endpoint
+        return self._of_run(of_samples, locks=False)
 
     def _runs(self, request: Request) -> Response:
         runs = self._library.runs()
@@ -173,6 +171,8 @@ def sample_list(request: Request, _: Run, samples: Samples) -> dict[str, Any]:
     Raises:
         HTTPException: there is no such order, or a number is none.
     """
+    from slime.dashboard.records import EXACT, SORTABLE, Query  # imports pyarrow
+
     asked = request.query_params
     sort = asked.get("sort", SORTABLE[0])
     if sort not in SORTABLE:
@@ -250,7 +250,7 @@ def _load_ahead() -> None:
 
 
 def _load_reader() -> None:
-    import slime.observability.rollout_records  # noqa: F401
+    import slime.dashboard.records  # noqa: F401
 
 
 def _page(request: Request) -> Response:

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slime.dashboard.records import SampleFile, Samples
-from slime.dashboard.runs import Run, current_phase, progress, rollout_seconds
+from slime.dashboard.runs import Run, SampleFile, current_phase, progress, rollout_seconds
 from slime.dashboard.series import AXES, finite, is_inside, read_object, read_text, tail
 from slime.observability.metric_table import describe, evaluation_sets
 
@@ -233,6 +232,8 @@ def problem_rewards(run: Run) -> dict[int, dict[str, dict[tuple[str, str], dict[
 
 
 def _marks_of_file(file: SampleFile) -> dict[str, dict[tuple[str, str], dict[str, Any]]]:
+    from slime.dashboard.records import Samples  # imports pyarrow
+
     rewards: dict[tuple[str, str, str], list[float]] = {}
     rows: dict[tuple[str, str, str], int] = {}
     for row in Samples(file).problems():

@@ -2,7 +2,8 @@
 
 A list reads the columns that it shows once, and keeps those of the file that was looked at last. Everything long
 (texts, tokens, log-probs) is read a row group at a time, when somebody opens a sample or searches. Texts are read as
-bytes: whoever writes files may write what is no UTF-8. pyarrow is imported on first use.
+bytes: whoever writes files may write what is no UTF-8. It imports pyarrow (a second, 30 MB), and is itself
+imported when somebody looks.
 """
 
 from __future__ import annotations
@@ -12,52 +13,30 @@ import json
 import math
 import re
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.dashboard.series import is_inside
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from slime.observability.rollout_records import LIST_COLUMNS, PER_TOKEN, SAMPLES, RolloutFile
 
 if TYPE_CHECKING:
-    from slime.observability.rollout_records import RolloutFile
+    from slime.dashboard.runs import SampleFile
 
-DIRECTORY = "rollouts"
-NAME = re.compile(r"(eval_)?(\d{5,12})\.parquet")
 IMAGE = re.compile(r"data:image/(jpeg|png);base64,[A-Za-z0-9+/]+=*")  # of an SVG more than pixels would come
 LONGEST_IMAGE = 400_000
 BINS = 24
 MOST_ROWS, MOST_TOKENS = 200, 4000
 SHOWN_TEXT = 20_000
-MOST_MESSAGES = 400
+MOST_MESSAGES, MOST_SAMPLES = 400, 600
 SORTABLE = ("sample_id", "reward", "response_length", "prompt_length", "num_turns", "group_index")
 EXACT = ("status", "end_reason", "reward_is_trusted", "dataset", "group_index")
 TEXTS = ("prompt", "response")
-TICK_NS = 2_000_000_000  # some file systems tell times apart by a second: what was changed since is looked at again
-
-
-@dataclass(frozen=True)
-class SampleFile:
-    """One file of samples.
-
-    Attributes:
-        name: without its ending: "00012" or "eval_00012".
-        rollout_id: the rollout, or the step of an evaluation.
-        is_eval: its samples are answers of an evaluation.
-        path, size, changed: where it is, bytes, and when it was written.
-        trainer_paths: what the trainer's ranks wrote about the same samples.
-    """
-
-    name: str
-    rollout_id: int
-    is_eval: bool
-    path: Path
-    size: int
-    changed: float
-    trainer_paths: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,62 +60,6 @@ class Query:
     is_descending: bool = False
 
 
-class SampleFiles:
-    """The files of samples of one run.
-
-    Args:
-        directory: of the run.
-        root: files that lead out of it are left out.
-    """
-
-    def __init__(self, directory: Path, root: Path) -> None:
-        self._directory, self._root = directory / DIRECTORY, root
-        self.files: dict[str, SampleFile] = {}
-        self.version = 0
-        self._changed: int | None = None  # when the directory was, if it was looked at long enough after that
-        self._opened: OrderedDict[SampleFile, Samples] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def refresh(self) -> None:
-        """Look which files there are, if the directory has changed: files come, and go, under whole names."""
-        changed = changed_ns(self._directory)
-        if changed is not None and changed == self._changed:
-            return
-        self._changed = changed if changed is not None and time.time_ns() - changed > TICK_NS else None
-        paths = sorted(self._directory.glob("*.parquet")) if is_inside(self._directory, self._root) else []
-        paths = [path for path in paths if is_inside(path, self._root)]
-        found = {}
-        for path in paths:
-            if match := NAME.fullmatch(path.name):
-                ranks = [other for other in paths if other.name.startswith(f"{path.stem}.train")]
-                try:
-                    status = path.stat()
-                except OSError:  # removed meanwhile (--keep-rollouts)
-                    continue
-                sizes = path.stem, int(match[2]), bool(match[1]), path, status.st_size, status.st_mtime
-                found[path.stem] = SampleFile(*sizes, tuple(ranks))
-        if found != self.files:
-            self.files = found
-            self.version += 1
-
-    def open(self, name: str) -> Samples:
-        """Return the samples of a file.
-
-        Raises:
-            LookupError: there is no such file, or no longer.
-            ValueError: it is no file of samples.
-        """
-        file = self.files.get(name)
-        if file is None:
-            raise LookupError(f"there are no samples {name} (--keep-rollouts says which are kept)")
-        with self._lock:
-            if file not in self._opened:
-                self._opened[file] = Samples(file)
-                while len(self._opened) > 1:
-                    self._opened.popitem(last=False)
-            return self._opened[file]
-
-
 class Samples:
     """The samples of one file.
 
@@ -149,10 +72,8 @@ class Samples:
     """
 
     def __init__(self, file: SampleFile) -> None:
-        from slime.observability.rollout_records import LIST_COLUMNS, RolloutFile
-
         try:
-            self._file: RolloutFile = RolloutFile(file.path, trainer_paths=file.trainer_paths)
+            self._file = RolloutFile(file.path, trainer_paths=file.trainer_paths)
             names = [name for name in LIST_COLUMNS if name != "weight_versions"]
             self._table = self._file.table(names).combine_chunks()
         except FileNotFoundError:
@@ -175,9 +96,6 @@ class Samples:
 
     def page(self, query: Query, *, start: int, count: int) -> dict[str, Any]:
         """Return rows `start` to `start + count` of those that a query finds, and what their list is headed by."""
-        import numpy as np
-        import pyarrow as pa
-        import pyarrow.compute as pc
 
         # Rows are found and sorted by the columns that decide; the others are taken for one page alone.
         columns = {
@@ -211,18 +129,20 @@ class Samples:
         names = ["dataset", "prompt_preview", "label", "reward"]
         return [row | {"row": number} for number, row in enumerate(plain_rows(self._table.select(names)))]
 
-    def times(self, most: int) -> list[tuple[int, str | None, float | None]]:
-        """Return (row, times as JSON, reward) of samples that are spread over the file, at most about so many."""
-        rows = plain_rows(self._file.table(["times", "reward"]))
-        step = -(-len(rows) // most) if rows else 1
-        return [(row, rows[row]["times"], rows[row]["reward"]) for row in range(0, len(rows), step)]
+    def lanes(self) -> dict[str, Any]:
+        """Return when samples that are spread over the file were generated, and what each did meanwhile."""
+        rows, found = plain_rows(self._file.table(["times", "reward"])), []
+        for row in range(0, len(rows), max(1, -(-len(rows) // MOST_SAMPLES))):
+            times = parsed(rows[row]["times"])
+            if isinstance(times, dict) and _is_number(times.get("begin")) and _is_number(times.get("end")):
+                spans = [span for span in times.get("spans") or () if isinstance(span, list) and len(span) == 3]
+                kept = {k: times[k] for k in ("begin", "end", "generation_s", "reward_s", "tool_s") if k in times}
+                found.append(kept | {"row": row, "reward": rows[row]["reward"], "spans": spans[:50]})
+        return {"lanes": sorted(found, key=lambda lane: lane["begin"]), "of": self.num_rows}
 
     @cached_property
     def _whole(self) -> dict[str, Any]:
         """What does not depend on a query."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         return {
             "statuses": _counts(self._table["status"]),
             "end_reasons": _counts(self._table["end_reason"]),
@@ -234,8 +154,6 @@ class Samples:
     @cached_property
     def _flat_groups(self) -> Any:
         """Groups of at least two samples whose trusted rewards are all the same: they give no gradient."""
-        import pyarrow.compute as pc
-
         found = (
             self._table.filter(self._table["reward_is_trusted"])
             .group_by("group_index")
@@ -246,9 +164,6 @@ class Samples:
 
     def _mask(self, query: Query) -> Any:
         """Which rows a query finds, but for the bounds of the reward; None: all."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         masks = [
             pc.fill_null(pc.equal(pc.cast(self._table[name], pa.string()), value), False)
             for name, value in query.exact.items()
@@ -261,9 +176,6 @@ class Samples:
 
     def _search(self, text: str) -> Any:
         """Which samples hold a text; row group by row group, and kept for the next page of the same search."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         with self._lock:
             if text not in self._found:
                 parts = []
@@ -287,8 +199,6 @@ class Samples:
         Raises:
             LookupError: there is no such row.
         """
-        import pyarrow.compute as pc
-
         found = self._row(row, ("tokens", "loss_mask", "rollout_log_probs"))
         for name in ("reward_parts", "times", "metadata"):
             found[name] = parsed(found.get(name))
@@ -331,8 +241,6 @@ class Samples:
         Raises:
             LookupError: there is no such row.
         """
-        from slime.observability.rollout_records import PER_TOKEN
-
         found = self._row(row, ())
         ids = found["tokens"] or []
         length = len(ids) - (found["response_length"] or 0)
@@ -349,25 +257,14 @@ class Samples:
         return {"total": len(ids), "prompt_length": length, "start": start, "ids": ids[start:stop], "values": values}
 
     def _row(self, row: int, without: tuple[str, ...]) -> dict[str, Any]:
-        from slime.observability.rollout_records import SAMPLES
-
         if not 0 <= row < self.num_rows:
             raise LookupError(f"there is no row {row}: the file has {self.num_rows} samples")
         names = [name for name in SAMPLES.names if name not in without]
         return plain_rows(self._file.rows(row, row + 1, names))[0]
 
 
-def changed_ns(directory: Path) -> int | None:
-    """Return when a directory was changed, in ns since 1970; None where there is none."""
-    try:
-        return directory.stat().st_mtime_ns
-    except OSError:
-        return None
-
-
 def plain_rows(table: Any) -> list[dict[str, Any]]:
     """Return rows as plain values; what is no UTF-8 is replaced, and what is not finite is None."""
-    import pyarrow as pa
 
     columns = {}
     for name in table.column_names:
@@ -421,7 +318,6 @@ def _shown_messages(messages: list[Any]) -> list[dict[str, Any]]:
 
 def _histogram(rewards: Any) -> dict[str, Any]:
     """Counts of equal parts of the range of rewards; few distinct values get a bar each."""
-    import numpy as np
 
     values = rewards.drop_null().to_numpy()
     values = values[np.isfinite(values)]
@@ -436,8 +332,6 @@ def _histogram(rewards: Any) -> dict[str, Any]:
 
 
 def _counts(column: Any) -> dict[str, int]:
-    import pyarrow as pa
-
     counts = column.cast(pa.binary()).value_counts().to_pylist()
     named = [(entry["values"], entry["counts"]) for entry in counts if entry["values"] is not None]
     return {value.decode(errors="replace"): count for value, count in named[:50]}
@@ -445,3 +339,7 @@ def _counts(column: Any) -> dict[str, int]:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

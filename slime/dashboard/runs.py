@@ -13,18 +13,25 @@ import re
 import socket
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from slime.dashboard.records import SampleFile, SampleFiles, Samples, parsed
 from slime.dashboard.series import Lines, Series, finite, is_inside
 from slime.observability.run_events import FILE as EVENTS_FILE
 from slime.processes.directories import METRICS_FILE
 
+if TYPE_CHECKING:
+    from slime.dashboard.records import Samples
+
 EVAL_SAMPLES_FILE = "eval_samples.jsonl"
+DIRECTORY = "rollouts"
+NAME = re.compile(r"(eval_)?(\d{5,12})\.parquet")
+TICK_NS = 2_000_000_000  # some file systems tell times apart by a second: what was changed since is looked at again
 DEPTH = 3
 MOST_RUNS = 500
 LOOK_AGAIN_S = 0.5
@@ -32,6 +39,93 @@ SCAN_AGAIN_S = 5.0
 # A run that says nothing of its process counts as running for as long after its last record.
 QUIET_S = 300.0
 SKIPPED = re.compile(r"iter_\d+|rollouts?|logs|profile|\..*")
+
+
+@dataclass(frozen=True)
+class SampleFile:
+    """One file of samples.
+
+    Attributes:
+        name: without its ending: "00012" or "eval_00012".
+        rollout_id: the rollout, or the step of an evaluation.
+        is_eval: its samples are answers of an evaluation.
+        path, size, changed: where it is, bytes, and when it was written.
+        trainer_paths: what the trainer's ranks wrote about the same samples.
+    """
+
+    name: str
+    rollout_id: int
+    is_eval: bool
+    path: Path
+    size: int
+    changed: float
+    trainer_paths: tuple[Path, ...] = ()
+
+
+class SampleFiles:
+    """The files of samples of one run.
+
+    Args:
+        directory: of the run.
+        root: files that lead out of it are left out.
+    """
+
+    def __init__(self, directory: Path, root: Path) -> None:
+        self._directory, self._root = directory / DIRECTORY, root
+        self.files: dict[str, SampleFile] = {}
+        self.version = 0
+        self._changed: int | None = None  # when the directory was, if it was looked at long enough after that
+        self._opened: OrderedDict[SampleFile, Samples] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def refresh(self) -> None:
+        """Look which files there are, if the directory has changed: files come, and go, under whole names."""
+        changed = changed_ns(self._directory)
+        if changed is not None and changed == self._changed:
+            return
+        self._changed = changed if changed is not None and time.time_ns() - changed > TICK_NS else None
+        paths = sorted(self._directory.glob("*.parquet")) if is_inside(self._directory, self._root) else []
+        paths = [path for path in paths if is_inside(path, self._root)]
+        found = {}
+        for path in paths:
+            if match := NAME.fullmatch(path.name):
+                ranks = [other for other in paths if other.name.startswith(f"{path.stem}.train")]
+                try:
+                    status = path.stat()
+                except OSError:  # removed meanwhile (--keep-rollouts)
+                    continue
+                sizes = path.stem, int(match[2]), bool(match[1]), path, status.st_size, status.st_mtime
+                found[path.stem] = SampleFile(*sizes, tuple(ranks))
+        if found != self.files:
+            self.files = found
+            self.version += 1
+
+    def open(self, name: str) -> Samples:
+        """Return the samples of a file.
+
+        Raises:
+            LookupError: there is no such file, or no longer.
+            ValueError: it is no file of samples.
+        """
+        file = self.files.get(name)
+        if file is None:
+            raise LookupError(f"there are no samples {name} (--keep-rollouts says which are kept)")
+        from slime.dashboard.records import Samples  # imports pyarrow
+
+        with self._lock:
+            if file not in self._opened:
+                self._opened[file] = Samples(file)
+                while len(self._opened) > 1:
+                    self._opened.popitem(last=False)
+            return self._opened[file]
+
+
+def changed_ns(directory: Path) -> int | None:
+    """Return when a directory was changed, in ns since 1970; None where there is none."""
+    try:
+        return directory.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 class Run:
@@ -198,7 +292,7 @@ def _below(directory: Path, root: Path, depth: int) -> Iterator[Path]:
 
 
 Span = dict[str, Any]
-MOST_SPANS, MOST_SAMPLES = 3000, 600
+MOST_SPANS = 3000
 PASSES = ("log_probs", "ref_log_probs", "teacher_log_probs", "critic_values", "actor_train", "critic_train")
 PARTS = ("rollout", *PASSES, "update_weights", "save_model", "other")
 LENGTH, STEP = "rollout/response_len/mean", "perf/step_time"
@@ -317,19 +411,3 @@ def _steps(run: Run) -> dict[str, Any]:
     """Seconds of each part of the newest 200 rollouts."""
     found = {part: run.series.select(f"perf/{part}_time") for part in (*PARTS, "step")}
     return {part: {"x": line["x"][-200:], "y": line["y"][-200:]} for part, line in found.items() if line["x"]}
-
-
-def sample_lanes(samples: Samples) -> dict[str, Any]:
-    """When each sample of a rollout was generated, and what it did meanwhile."""
-    lanes = []
-    for row, text, reward in samples.times(MOST_SAMPLES):
-        times = parsed(text)
-        if isinstance(times, dict) and _is_number(times.get("begin")) and _is_number(times.get("end")):
-            spans = [span for span in times.get("spans") or () if isinstance(span, list) and len(span) == 3]
-            kept = {key: times[key] for key in ("begin", "end", "generation_s", "reward_s", "tool_s") if key in times}
-            lanes.append(kept | {"row": row, "reward": reward, "spans": spans[:50]})
-    return {"lanes": sorted(lanes, key=lambda lane: lane["begin"]), "of": samples.num_rows}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and finite(value) is not None
