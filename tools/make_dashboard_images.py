@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from slime.checkpoints.rollout_files import samples_path, trainer_path, write_tables
 from slime.observability.rollout_records.schema import (
@@ -32,7 +33,6 @@ from slime.observability.rollout_records.schema import (
     SAMPLES,
     TRAINER,
     preview,
-    table_of,
     thumbnail,
 )
 
@@ -177,8 +177,8 @@ def write_samples(directory: Path, rollout: int, at: float, share: float, rng: r
         is_right = rng.random() < min(1.0, max(0.0, share + 0.75 - 1.5 * hardness))
         rows.append(sample_row(number, group, at, rng, is_right=is_right))
     folder = directory / "rollouts"
-    write_tables(samples_path(folder, rollout), SAMPLES, [table_of(SAMPLES, rows)], plain=PLAIN)
-    table = table_of(TRAINER, trainer_rows(rows, rng))
+    write_tables(samples_path(folder, rollout), SAMPLES, [pa.Table.from_pylist(rows, schema=SAMPLES)], plain=PLAIN)
+    table = pa.Table.from_pylist(trainer_rows(rows, rng), schema=TRAINER)
     write_tables(trainer_path(folder, rollout, 0), TRAINER, [table], plain=PLAIN_TRAINER)
 
 
@@ -266,7 +266,7 @@ def write_evaluation(directory: Path, step: int, at: float, share: float, seed: 
     rows = [sample_row(n, n, at, rng, is_right=rng.random() < share + 0.5 - n / 24) for n in range(24)]
     rows = [row | {"dataset": "hard_sums"} for row in rows]
     path = samples_path(directory / "rollouts", step, evaluation=True)
-    write_tables(path, SAMPLES, [table_of(SAMPLES, rows)], plain=PLAIN)
+    write_tables(path, SAMPLES, [pa.Table.from_pylist(rows, schema=SAMPLES)], plain=PLAIN)
     mean = sum(row["reward"] for row in rows) / len(rows)
     record = {"step_key": "eval/step", "time": at, "eval/step": step, "eval/hard_sums": mean}
     append(directory / "metrics.jsonl", [record])

@@ -12,13 +12,12 @@ import json
 import logging
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from slime.config.alarm_settings import alarm_settings
 from slime.config.args import Args
@@ -88,22 +87,10 @@ def configure_logger(prefix: str = "") -> None:
         level=logging.INFO,
         format=f"[%(asctime)s{label}] %(levelname)s %(name)s: %(message)s",
         datefmt="%H:%M:%S",
-        handlers=[_Stderr()],
+        # It writes to what is stderr at that moment: bars on a terminal take its place for a while.
+        handlers=[logging._StderrHandler()],  # type: ignore[attr-defined]
         force=True,
     )
-
-
-class _Stderr(logging.StreamHandler[TextIO]):
-    """Writes to what is stderr at that moment: bars on a terminal take its place for a while."""
-
-    @property
-    def stream(self) -> TextIO:
-        """Return what is stderr at this moment: a test or a console may replace it."""
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: object) -> None:
-        pass
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.processes.progress import Count
 
@@ -130,12 +130,6 @@ def seconds(value: float) -> str:
     return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
 
-class HasPhases(Protocol):
-    """Whose methods are phases."""
-
-    phases: Phases
-
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -144,7 +138,7 @@ def phase(name: str) -> Callable[[F], F]:
 
     def wrap(method: F) -> F:
         @functools.wraps(method)
-        def inner(self: HasPhases, *args: Any, **keywords: Any) -> Any:
+        def inner(self: Any, *args: Any, **keywords: Any) -> Any:
             with self.phases.enter(name):
                 return method(self, *args, **keywords)
 

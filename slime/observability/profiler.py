@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from slime.config.args import Args
 from slime.utils import accelerator
 
@@ -174,7 +176,7 @@ def memory_after(phase: str) -> dict[str, float]:
     `torch_allocated_gb` and `torch_reserved_gb` of this process (both count memory that is put away by
     torch_memory_saver as if it were there).
     """
-    found = {"host_rss_gb": _resident_bytes()}
+    found = {"host_rss_gb": psutil.Process().memory_info().rss}
     if accelerator.kind() == "cuda":
         import torch
 
@@ -185,10 +187,3 @@ def memory_after(phase: str) -> dict[str, float]:
         found["torch_allocated_gb"] = torch.cuda.memory_allocated()
         found["torch_reserved_gb"] = torch.cuda.memory_reserved()
     return {f"memory/after_{phase}/{name}": num_bytes / GB for name, num_bytes in found.items()}
-
-
-def _resident_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no line VmRSS")

@@ -228,10 +228,6 @@ class RunCollector:
     def __init__(self, directory: Path, routers: Iterable[str] = ()) -> None:
         self._state, self._targets = RunState(directory), Targets(directory, routers)
 
-    def describe(self) -> list[Metric]:
-        """Nothing is asked before the first scrape."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
         self._state.look()

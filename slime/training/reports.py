@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 
@@ -32,7 +33,7 @@ from slime.algorithms.losses import token_weights, weighted_sum
 from slime.checkpoints.rollout_files import DIRECTORY, KeepRule, save_dump, trainer_path, write_tables
 from slime.config.args import Args
 from slime.observability.rollout_records.recorder import RecordWriter, index_of
-from slime.observability.rollout_records.schema import PER_TOKEN, PLAIN_TRAINER, TRAINER, table_of
+from slime.observability.rollout_records.schema import PER_TOKEN, PLAIN_TRAINER, TRAINER
 from slime.training.micro_batches import SCHEDULE_KEYS, MicroBatches
 from slime.utils.accelerator import gpu_name
 from slime.utils.distributed_utils import get_gloo_group
@@ -325,4 +326,4 @@ def _write_record(
         for i, (place, index) in enumerate(keys)
         if recorded is None or index in recorded
     ]
-    write_tables(path, TRAINER, [table_of(TRAINER, rows)], plain=PLAIN_TRAINER)
+    write_tables(path, TRAINER, [pa.Table.from_pylist(rows, schema=TRAINER)], plain=PLAIN_TRAINER)

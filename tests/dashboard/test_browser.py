@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import pyarrow as pa
 from PIL import Image
 
 from benchmarks.viewer import sample_rows, write_rollout
 from slime.checkpoints.rollout_files import samples_path, write_tables
-from slime.observability.rollout_records.schema import PLAIN, SAMPLES, table_of, thumbnail
+from slime.observability.rollout_records.schema import PLAIN, SAMPLES, thumbnail
 from tests.dashboard.run_files import records_of_rollout, write_lines, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +104,9 @@ def test_hostile_texts_are_shown_as_texts(tmp_path: Path, visit: Any) -> None:
     rows[0]["response"] = HOSTILE + "x" * (10 << 20)
     rows[0]["thumbnails"] = [HOSTILE, "javascript:document.title='owned'", "data:image/svg+xml;base64,AAAA"]
     rows[1]["thumbnails"] = [thumbnail(Image.new("RGB", (64, 32), "red"))]
-    write_tables(samples_path(tmp_path / "rollouts", 0), SAMPLES, [table_of(SAMPLES, rows)], plain=PLAIN)
+    write_tables(
+        samples_path(tmp_path / "rollouts", 0), SAMPLES, [pa.Table.from_pylist(rows, schema=SAMPLES)], plain=PLAIN
+    )
     write_run(tmp_path, 1, flags={"lr": HOSTILE}, command=HOSTILE)
     write_lines(tmp_path / "metrics.jsonl", [{"step_key": "train/step", "time": 1.0, "train/step": 1, HOSTILE: 1.0}])
     visitor = visit(tmp_path)

@@ -8,11 +8,12 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from benchmarks.viewer import sample_rows
 from slime.checkpoints.rollout_files import samples_path, write_tables
-from slime.observability.rollout_records.schema import PLAIN, SAMPLES, table_of
+from slime.observability.rollout_records.schema import PLAIN, SAMPLES
 from tests.dashboard.run_files import client_of, only_run, write_lines, write_run
 
 
@@ -28,7 +29,7 @@ def write_evaluation(directory: Path, step: int, rewards: list[float]) -> None:
         for number, (row, reward) in enumerate(zip(rows, rewards, strict=True))
     ]
     path = samples_path(directory / "rollouts", step, evaluation=True)
-    write_tables(path, SAMPLES, [table_of(SAMPLES, changed)], plain=PLAIN)
+    write_tables(path, SAMPLES, [pa.Table.from_pylist(changed, schema=SAMPLES)], plain=PLAIN)
 
 
 def page_of(directory: Path, rest: str, **asked: str) -> Any:
@@ -84,7 +85,9 @@ def test_samples_have_lanes_in_the_order_in_which_they_began(tmp_path: Path) -> 
         "nonsense",
     ]
     rows = [row | {"times": text} for row, text in zip(rows, times, strict=True)]
-    write_tables(samples_path(tmp_path / "rollouts", 0), SAMPLES, [table_of(SAMPLES, rows)], plain=PLAIN)
+    write_tables(
+        samples_path(tmp_path / "rollouts", 0), SAMPLES, [pa.Table.from_pylist(rows, schema=SAMPLES)], plain=PLAIN
+    )
     found = page_of(tmp_path, "rollouts/00000/times")
     assert [(lane["row"], lane["begin"]) for lane in found["lanes"]] == [(1, 2), (0, 5)]
     assert (found["lanes"][1]["spans"], found["of"]) == ([["tool", 6, 7.5]], 3)

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from benchmarks.viewer import GROUP, sample_rows, trainer_rows, write_rollout
 from slime.checkpoints.rollout_files import samples_path, trainer_path, write_tables
 from slime.dashboard.records import LONGEST_IMAGE, SHOWN_TEXT
-from slime.observability.rollout_records.schema import PLAIN, PLAIN_TRAINER, SAMPLES, TRAINER, table_of
+from slime.observability.rollout_records.schema import PLAIN, PLAIN_TRAINER, SAMPLES, TRAINER
 from tests.dashboard.run_files import client_of, only_run, write_run
 
 NUM_SAMPLES = 300
@@ -50,7 +50,9 @@ def write_samples(directory: Path, *changes: dict[str, Any]) -> Reader:
 
     rows = sample_rows(0, len(changes), tokens=8, random_=random.Random(0))
     rows = [row | changed for row, changed in zip(rows, changes, strict=True)]
-    write_tables(samples_path(directory / "rollouts", 0), SAMPLES, [table_of(SAMPLES, rows)], plain=PLAIN)
+    write_tables(
+        samples_path(directory / "rollouts", 0), SAMPLES, [pa.Table.from_pylist(rows, schema=SAMPLES)], plain=PLAIN
+    )
     write_run(directory, 1)
     return Reader(directory)
 
@@ -157,7 +159,7 @@ def test_what_the_trainer_writes_later_appears(tmp_path: Path) -> None:
     assert "log_probs" not in reader("/0/tokens")["values"]
     rows = trainer_rows(sample_rows(0, 8, tokens=8, random_=random.Random(0)))
     path = trainer_path(tmp_path / "rollouts", 0, 0)
-    write_tables(path, TRAINER, [table_of(TRAINER, rows)], plain=PLAIN_TRAINER)
+    write_tables(path, TRAINER, [pa.Table.from_pylist(rows, schema=TRAINER)], plain=PLAIN_TRAINER)
     assert "log_probs" in Reader(tmp_path)("/0/tokens")["values"]
 
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 from PIL import Image
@@ -42,7 +43,6 @@ from slime.observability.rollout_records.schema import (
     SAMPLES,
     TRAINER,
     sample_tables,
-    table_of,
     times_of,
 )
 from slime.utils.types import Sample
@@ -87,7 +87,7 @@ def write_trainer(output_dir: Path, rollout_id: int, rank: int, places: list[tup
         for place, index in places
     ]
     path = trainer_path(output_dir / "rollouts", rollout_id, rank)
-    write_tables(path, TRAINER, [table_of(TRAINER, rows)], plain=PLAIN_TRAINER)
+    write_tables(path, TRAINER, [pa.Table.from_pylist(rows, schema=TRAINER)], plain=PLAIN_TRAINER)
 
 
 def test_a_sample_comes_back_as_it_was(tmp_path: Path) -> None:

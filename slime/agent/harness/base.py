@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from slime.agent.sandbox import Sandbox, SandboxError, ensure_agent_user, exec_and_wait
+from slime.agent.sandbox.results import retried
 from slime.utils.errors import UsageError
 from slime.utils.misc import SingletonMeta
 
@@ -33,7 +34,6 @@ _WITH_LINKS = f'export PATH="{_LINKS}:$PATH"'
 _ARGUMENT_BYTES = 128 << 10
 _INSTALL_S = 300.0
 _TRIES = 3
-_BACK_OFF_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -304,18 +304,12 @@ async def install_npm_cli(sb: Sandbox, *, node_runtime: Path, npm_package: Path,
     package = "/tmp/harness-cli.tgz"  # nosec B108: of the sandbox
     await sb.write_file(package, npm_package)
     install = f"npm install -g --prefix=/usr/local --no-audit --no-fund {package} && {check_cmd}"
-    said = ""
-    for attempt in range(1, _TRIES + 1):
-        try:
-            code, stdout, stderr = await sb.exec(install, timeout=_INSTALL_S)
-        except SandboxError as error:
-            code, stdout, stderr = -1, "", str(error)
-        if code == 0:
-            return
-        said = (stderr or stdout)[-1000:]
-        if attempt < _TRIES:
-            await asyncio.sleep(_BACK_OFF_S * attempt)
-    raise RuntimeError(f"{npm_package.name} was not installed in the sandbox in {_TRIES} tries: {said}")
+    try:
+        await retried(lambda: sb.exec(install, timeout=_INSTALL_S, check=True), (SandboxError,), tries=_TRIES)
+    except SandboxError as error:
+        raise RuntimeError(
+            f"{npm_package.name} was not installed in the sandbox in {_TRIES} tries: {error}"
+        ) from error
 
 
 async def install_node22(sb: Sandbox, tarball: str | Path) -> None:

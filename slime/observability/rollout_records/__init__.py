@@ -12,6 +12,7 @@ its row group, of at most 128 samples. The reader keeps nothing in memory but fo
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import json
 from collections.abc import Sequence
@@ -55,16 +56,14 @@ class RolloutRecords:
             ValueError: the file is no such record.
         """
         path = samples_path(self.directory, rollout_id, evaluation=evaluation)
-        trainer = () if evaluation else self._trainer_paths(rollout_id)
-        return RolloutFile(path, trainer_paths=trainer)
-
-    def _trainer_paths(self, rollout_id: int) -> Sequence[Path]:
+        kind = None if evaluation else "train"
         files = record_files(self.directory)
-        return sorted(file.path for file in files if file.kind == "train" and file.rollout_id == rollout_id)
+        trainer = sorted(file.path for file in files if file.kind == kind and file.rollout_id == rollout_id)
+        return RolloutFile(path, trainer_paths=trainer)
 
 
 class RolloutFile:
-    """The samples of one rollout.
+    """The samples of one rollout, or what a trainer's rank computed for its share of them.
 
     Args:
         path: of the samples.
@@ -73,10 +72,13 @@ class RolloutFile:
 
     def __init__(self, path: Path, *, trainer_paths: Sequence[Path] = ()) -> None:
         self.path = path
-        self._file = _open(path)
-        self._starts = _starts(self._file)
+        try:
+            self._file = parquet.ParquetFile(path, memory_map=True)
+        except pa.ArrowInvalid as error:
+            raise ValueError(f"{path} is no record of a rollout: {error}") from error
+        counts = (self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups))
+        self._starts = list(itertools.accumulate(counts, initial=0))[:-1]  # the first row of each row group
         self._trainer_paths = trainer_paths
-        self._trainer: _TrainerColumns | None = None
 
     @property
     def num_rows(self) -> int:
@@ -126,56 +128,25 @@ class RolloutFile:
 
     def of_trainer(self, sample_id: int, index: int | None) -> dict[str, Any]:
         """Return "rank" and the columns `schema.PER_TOKEN` of a sample; None where a trainer has none."""
-        if self._trainer is None:
-            self._trainer = _TrainerColumns(self._trainer_paths)
-        return self._trainer.of(sample_id, index)
+        # A hook may have put it in another place, so its index decides.
+        place = (sample_id, sample_id if index is None else index)
+        found = self._trainer_rows.get(place) or self._trainer_rows.get((None, index))
+        if found is None:
+            return dict.fromkeys(("rank", *PER_TOKEN))
+        file, row = found
+        columns: dict[str, Any] = file.rows(row, row + 1, ("rank", *PER_TOKEN)).to_pylist()[0]
+        return columns
+
+    @functools.cached_property
+    def _trainer_rows(self) -> dict[tuple[int | None, int | None], tuple[RolloutFile, int]]:
+        """(place or None, index) -> the row of the first such sample in a file of the trainer's ranks."""
+        rows: dict[tuple[int | None, int | None], tuple[RolloutFile, int]] = {}
+        for file in map(RolloutFile, self._trainer_paths):
+            keys = file.table(("sample_id", "index"))
+            for row, (place, index) in enumerate(zip(*(column.to_pylist() for column in keys.columns), strict=True)):
+                rows.setdefault((place, index), (file, row))
+                rows.setdefault((None, index), (file, row))
+        return rows
 
     def _group_of(self, row: int) -> int:
         return bisect.bisect_right(self._starts, row) - 1
-
-
-class _TrainerColumns:
-    """Where each sample is in the files of the trainer's ranks."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._files: list[tuple[parquet.ParquetFile, list[int]]] = []
-        self._by_place: dict[int, tuple[int, int, int]] = {}  # place -> (index, file, row)
-        self._by_index: dict[int, tuple[int, int]] = {}
-        for path in paths:
-            self._add(_open(path))
-
-    def _add(self, file: parquet.ParquetFile) -> None:
-        number = len(self._files)
-        self._files.append((file, _starts(file)))
-        keys = file.read(columns=["sample_id", "index"])
-        for row, (place, index) in enumerate(zip(*(column.to_pylist() for column in keys.columns), strict=True)):
-            self._by_place[place] = (index, number, row)
-            self._by_index.setdefault(index, (number, row))
-
-    def of(self, sample_id: int, index: int | None) -> dict[str, Any]:
-        """The trainer's columns of a sample; a hook may have put it in another place, so its index decides."""
-        known_index, *where = self._by_place.get(sample_id, (None, 0, 0))
-        if known_index is None or known_index != (sample_id if index is None else index):
-            moved = None if index is None else self._by_index.get(index)
-            if moved is None:
-                return dict.fromkeys(("rank", *PER_TOKEN))
-            where = list(moved)
-        number, row = where
-        file, starts = self._files[number]
-        group = bisect.bisect_right(starts, row) - 1
-        table = file.read_row_group(group, columns=["rank", *PER_TOKEN])
-        found: dict[str, Any] = table.slice(row - starts[group], 1).to_pylist()[0]
-        return found
-
-
-def _open(path: Path) -> parquet.ParquetFile:
-    try:
-        return parquet.ParquetFile(path, memory_map=True)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is no record of a rollout: {error}") from error
-
-
-def _starts(file: parquet.ParquetFile) -> list[int]:
-    """The first row of each row group."""
-    counts = (file.metadata.row_group(i).num_rows for i in range(file.num_row_groups))
-    return list(itertools.accumulate(counts, initial=0))[:-1]

@@ -102,27 +102,7 @@ def sample_tables(samples: Sequence[Placed], *, reward_key: str | None) -> Itera
         rows = [_row(place, sample, dataset, reward_key) for place, sample, dataset in part]
         for row, (_, sample, _) in zip(rows, part, strict=True):
             row["thumbnails"] = small.of(sample)
-        yield table_of(SAMPLES, rows)
-
-
-def table_of(schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Return rows as a table; lists of numbers are arrays, and None is null."""
-    columns = []
-    for field in schema:
-        values = [row[field.name] for row in rows]
-        is_array = pa.types.is_list(field.type) and not pa.types.is_string(field.type.value_type)
-        columns.append(ragged(values, field.type.value_type) if is_array else pa.array(values, field.type))
-    return pa.table(columns, schema=schema)
-
-
-def ragged(values: Sequence[np.ndarray | None], dtype: pa.DataType) -> pa.ListArray:
-    """Return one list per entry, without a Python object per number; None is null."""
-    lengths = [0 if value is None else len(value) for value in values]
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
-    given = [value for value in values if value is not None]
-    flat = np.concatenate(given) if given else np.zeros(0)
-    is_null = pa.array([value is None for value in values], pa.bool_())
-    return pa.ListArray.from_arrays(offsets, pa.array(flat.astype(dtype.to_pandas_dtype()), dtype), mask=is_null)
+        yield pa.Table.from_pylist(rows, schema=SAMPLES)
 
 
 def _row(place: int, sample: Sample, dataset: str | None, reward_key: str | None) -> dict[str, Any]:
