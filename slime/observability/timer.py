@@ -151,14 +151,7 @@ def timer(name_or_func: str | Callable[..., Any]) -> Any:
     """`with timer("name"):`, `@timer` (named after the function) or `@timer("name")`."""
     if isinstance(name_or_func, str):
         return Timer().context(name_or_func)  # a contextmanager object is a decorator, too
-    func = name_or_func
-
-    @functools.wraps(func)
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        with Timer().context(func.__name__):
-            return func(*args, **kwargs)
-
-    return timed
+    return Timer().context(name_or_func.__name__)(name_or_func)
 
 
 @contextmanager

@@ -136,7 +136,7 @@ def trace_event(target: Any, name: str, *, attrs: Mapping[str, Any] | None = Non
         attrs: plain values that say more.
     """
     with _never_fails(f"the event {name}"):
-        running, now, plain = _running.get(_NOTHING_RUNS), time.time(), _plain(attrs)
+        running, now, plain = _running.get(_NOTHING_RUNS), time.time(), _plain(attrs or {})
         for trace in _traces(target):
             parent = running.get(trace["trace_id"], trace.get("parent_span_id"))
             _append(trace, "event", name, now, span_id=None, parent=parent, attrs=plain)
@@ -184,7 +184,7 @@ class trace_span:  # noqa: N801 (used like a function)
 
     def __enter__(self) -> trace_span:
         with _never_fails(f"the start of span {self._name}"):
-            running, now, plain = _running.get(_NOTHING_RUNS), time.time(), _plain(self._attrs)
+            running, now, plain = _running.get(_NOTHING_RUNS), time.time(), _plain(self._attrs or {})
             inside = dict(running)
             for trace in _traces(self._target):
                 span_id = os.urandom(8).hex()
@@ -384,19 +384,13 @@ def _append(
 
 
 def _plain(value: Any) -> Any:
-    """Attributes as plain data that any reader of a dump can load; None is no attributes."""
-    if value is None:
-        return {}
-    return {str(key): _plain_value(entry) for key, entry in value.items()}
-
-
-def _plain_value(value: Any) -> Any:
+    """Attributes as plain data that any reader of a dump can load."""
     if isinstance(value, bool | int | float | str | None):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain_value(entry) for key, entry in value.items()}
+        return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain_value(entry) for entry in value]
+        return [_plain(entry) for entry in value]
     return str(value)[:MAX_TEXT]
 
 

@@ -10,16 +10,14 @@ from __future__ import annotations
 import logging
 import random
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from slime.utils.errors import UsageError
 from slime.utils.files.prompt_length import CHUNK, CUTS, cut_text, fit_prompts, prompt_lengths
 from slime.utils.files.rows import (
-    JsonlRows,
     MalformedLine,
-    ParquetRows,
     Row,
     check_data_file,
     label_of,
@@ -145,7 +143,7 @@ class Dataset:
         rows = open_rows(path, malformed)
         is_held = rows.num_bytes <= HELD_BYTES and not self._multimodal_keys  # images are opened when asked for
         held: list[Sample] = []
-        lazy = _LazySamples(self, rows)
+        numbers, positions, sizes = array("Q"), array("Q"), array("Q")  # 24 bytes a row say where it is
         num_rows = 0
         size = CHUNK * max(4, self._num_workers)
         scan = rows.scan(remember=not is_held)
@@ -157,10 +155,18 @@ class Dataset:
                 held += fitting
             else:
                 kept = {id(sample) for sample in fitting}
-                lazy.add(row for row, sample in zip(chunk, samples, strict=True) if id(sample) in kept)
+                fitted = [row for row, sample in zip(chunk, samples, strict=True) if id(sample) in kept]
+                numbers.extend(row.number for row in fitted)
+                positions.extend(row.position for row in fitted)
+                sizes.extend(row.size for row in fitted)
         if not num_rows:
             raise UsageError(no_rows(path, malformed))
-        found: Sequence[Sample] = held if is_held else lazy
+        found: Sequence[Sample] = held
+        if not is_held:
+            found = _Samples(
+                len(positions),
+                lambda i: self.sample_of(rows.place_of(numbers[i]), rows.read(positions[i], sizes[i])),
+            )
         if not found:
             raise UsageError(f"all {num_rows} prompts of {path} are longer than {self._max_length} tokens")
         if len(found) < num_rows:
@@ -247,7 +253,7 @@ class Dataset:
             return
         order = array("Q", range(len(self.origin_samples)))
         random.Random(self.seed + new_epoch_id).shuffle(order)
-        self.samples = _Reordered(self.origin_samples, order)
+        self.samples = _Samples(len(order), lambda index: self.origin_samples[order[index]])
         self.epoch_id = new_epoch_id
 
     def __getitem__(self, index: int) -> Sample:
@@ -303,51 +309,20 @@ class Place(Protocol):
 class _Samples(Sequence[Sample]):
     """A sequence that makes each sample when it is asked for."""
 
+    def __init__(self, length: int, make: Callable[[int], Sample]) -> None:
+        self._length, self._make = length, make
+
+    def __len__(self) -> int:
+        return self._length
+
     @overload
     def __getitem__(self, index: int) -> Sample: ...
     @overload
     def __getitem__(self, index: slice) -> list[Sample]: ...
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
         if isinstance(index, slice):
-            return [self._at(i) for i in range(*index.indices(len(self)))]
-        return self._at(range(len(self))[index])
-
-    def _at(self, index: int) -> Sample:
-        raise NotImplementedError
-
-
-class _LazySamples(_Samples):
-    """The samples of a large file: 24 bytes a row say where it is."""
-
-    def __init__(self, dataset: Dataset, rows: JsonlRows | ParquetRows) -> None:
-        self._dataset, self._rows = dataset, rows
-        self._positions, self._sizes, self._numbers = array("Q"), array("Q"), array("Q")
-
-    def add(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            self._numbers.append(row.number)
-            self._positions.append(row.position)
-            self._sizes.append(row.size)
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    def _at(self, index: int) -> Sample:
-        row = self._rows.read(self._positions[index], self._sizes[index])
-        return self._dataset.sample_of(self._rows.place_of(self._numbers[index]), row)
-
-
-class _Reordered(_Samples):
-    """Samples in another order: 8 bytes a sample."""
-
-    def __init__(self, samples: Sequence[Sample], order: Sequence[int]) -> None:
-        self._samples, self._order = samples, order
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def _at(self, index: int) -> Sample:
-        return self._samples[self._order[index]]
+            return [self._make(i) for i in range(*index.indices(self._length))]
+        return self._make(range(self._length)[index])
 
 
 def filter_long_prompt(

@@ -18,10 +18,11 @@ import json
 import logging
 import os
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -43,21 +44,12 @@ def is_stream(path: str) -> bool:
     return "://" in path or os.path.isdir(path)
 
 
-class Blocks(Protocol):
-    """One file."""
-
-    sizes: np.ndarray
-    """[blocks] rows of each."""
-
-    def rows(self, block: int) -> Sequence[Any]:
-        """Return the rows of a block, as they are read."""
-
-    def place(self, block: int, row: int, read: Any) -> Place:
-        """Return where a row is, and its fields."""
-
-
 class JsonlBlocks:
-    """A .jsonl: blocks of 256 lines."""
+    """A .jsonl: blocks of 256 lines.
+
+    Attributes:
+        sizes: [blocks] rows of each.
+    """
 
     def __init__(self, fs: Any, path: str, shown: str) -> None:
         self._fs, self._path, self._shown = fs, path, shown
@@ -75,17 +67,13 @@ class JsonlBlocks:
     def _kept(self) -> tuple[np.ndarray, int] | None:
         """The index beside a local file, unless the file is another by now."""
         index = Path(self._path + ".index.npz")
-        if not self._is_local or not index.is_file():
+        if not _is_local(self._fs) or not index.is_file():
             return None
         try:
             with np.load(index) as kept:
                 return (kept["starts"], int(kept["num_lines"])) if kept["stamp"].tolist() == self._stamp else None
         except (*_UNREADABLE, EOFError, KeyError, zipfile.BadZipFile):  # cut off, or another program's
             return None
-
-    @property
-    def _is_local(self) -> bool:
-        return _is_local(self._fs)
 
     def _indexed(self) -> tuple[np.ndarray, int]:
         """(start of each block and the end of the last, lines)."""
@@ -99,7 +87,7 @@ class JsonlBlocks:
         num_lines += is_open
         found = np.concatenate(starts)[: -(-num_lines // BLOCK_LINES)]
         index = np.append(found, position)
-        if self._is_local:
+        if _is_local(self._fs):
             self._keep(index, num_lines)
         return index, num_lines
 
@@ -117,61 +105,51 @@ class JsonlBlocks:
         lines: list[bytes] = self._fs.cat_file(self._path, start=start, end=end).split(b"\n")
         return lines[: int(self.sizes[block])]
 
-    def place(self, block: int, row: int, read: bytes) -> Place:
+    def place(self, block: int, row: int, read: Any) -> Place:
         """The object of a line."""
         place = f"{self._shown}:{block * BLOCK_LINES + row + 1}"
         return place, object_of_line(read, place) if read.strip() else None
 
 
-class _TableBlocks:
-    """Blocks that are tables of Arrow; a row is (table, number) until it is asked for."""
+class TableBlocks:
+    """Tables of Arrow, of a .parquet or of a data set; a row is (table, number) until it is asked for.
 
-    def __init__(self, shown: str, sizes: Sequence[int]) -> None:
-        self._shown, self.sizes = shown, np.array(sizes, np.uint32)
+    Args:
+        shown: the file, for a reader.
+        sizes: rows of each.
+        table: reads a block.
+    """
+
+    def __init__(self, shown: str, sizes: Sequence[int], table: Callable[[int], Any]) -> None:
+        self._shown, self.sizes, self._table = shown, np.array(sizes, np.uint32), table
         self._before = np.cumsum(np.array([0, *sizes]))
-
-    def table(self, block: int) -> Any:
-        """Read a block."""
-        raise NotImplementedError
 
     def rows(self, block: int) -> list[tuple[Any, int]]:
         """The rows of a block."""
-        table = self.table(block)
+        table = self._table(block)
         return [(table, number) for number in range(table.num_rows)]
 
-    def place(self, block: int, row: int, read: tuple[Any, int]) -> Place:
+    def place(self, block: int, row: int, read: Any) -> Place:
         """The fields of a row."""
         table, number = read
         return f"{self._shown}: row {self._before[block] + row + 1}", table.slice(number, 1).to_pylist()[0]
 
 
-class ParquetBlocks(_TableBlocks):
+def parquet_blocks(fs: Any, path: str, shown: str) -> TableBlocks:
     """A .parquet: its row groups."""
+    import pyarrow.parquet as pq
 
-    def __init__(self, fs: Any, path: str, shown: str) -> None:
-        import pyarrow.parquet as pq
-
-        self._file = pq.ParquetFile(fs.open(path, "rb"), pre_buffer=False)
-        metadata = self._file.metadata
-        super().__init__(shown, [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)])
-
-    def table(self, block: int) -> Any:
-        """The columns of a row group."""
-        return self._file.read_row_group(block, use_threads=False)
+    file = pq.ParquetFile(fs.open(path, "rb"), pre_buffer=False)
+    sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+    return TableBlocks(shown, sizes, lambda block: file.read_row_group(block, use_threads=False))
 
 
-class ArrowBlocks(_TableBlocks):
+def arrow_blocks(path: str) -> TableBlocks:
     """A file of a data set that was saved by `datasets`: its record batches, mapped from disk."""
+    import pyarrow as pa
 
-    def __init__(self, path: str) -> None:
-        import pyarrow as pa
-
-        self._batches = pa.ipc.open_stream(pa.memory_map(path)).read_all().to_batches()
-        super().__init__(path, [batch.num_rows for batch in self._batches])
-
-    def table(self, block: int) -> Any:
-        """A record batch."""
-        return self._batches[block]
+    batches = pa.ipc.open_stream(pa.memory_map(path)).read_all().to_batches()
+    return TableBlocks(path, [batch.num_rows for batch in batches], batches.__getitem__)
 
 
 class Stream:
@@ -189,7 +167,8 @@ class Stream:
     def __init__(self, path: str, *, flag: str = "--prompt-data", window_rows: int = WINDOW_ROWS) -> None:
         self._path, self._flag, self._window_rows = path, flag, window_rows
         with readable(path, flag):
-            self._files = list(_files_of(path))
+            fs, _, _ = _place_of(path)
+            self._files = [_open(fs, file, shown) for file, shown in _data_files(path)]
         self._first = np.cumsum([0, *(len(file.sizes) for file in self._files)])
         self._sizes = np.concatenate([file.sizes for file in self._files])
         self._num_rows = int(self._sizes.sum())
@@ -236,23 +215,20 @@ class Stream:
         self._window = window
 
 
-class readable:  # noqa: N801 - reads as a word
-    """Turns what a file system or a format says into one sentence with the flag and the path."""
-
-    def __init__(self, path: str, flag: str = "") -> None:
-        self._what = f"{flag} {path}".strip()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        # File systems of URLs have errors of their own: botocore's of lacking credentials is no OSError.
-        is_url = "://" in self._what
-        kinds = Exception if is_url else _UNREADABLE
-        if isinstance(error, kinds) and not isinstance(error, UsageError):
-            said = str(error) or type(error).__name__
-            where = "; see docs/remote_files.md" if is_url else ""
-            raise UsageError(f"{self._what} cannot be read: {said}{where}") from error
+@contextmanager
+def readable(path: str, flag: str = "") -> Iterator[None]:
+    """Turn what a file system or a format says into one sentence with the flag and the path."""
+    is_url = "://" in path
+    # File systems of URLs have errors of their own: botocore's of lacking credentials is no OSError.
+    kinds: type[Exception] | tuple[type[Exception], ...] = Exception if is_url else _UNREADABLE
+    try:
+        yield
+    except UsageError:
+        raise
+    except kinds as error:
+        said = str(error) or type(error).__name__
+        where = "; see docs/remote_files.md" if is_url else ""
+        raise UsageError(f"{f'{flag} {path}'.strip()} cannot be read: {said}{where}") from error
 
 
 def check_first_row(path: str, prompt_key: str, label_key: str | None) -> dict[str, Any]:
@@ -279,7 +255,7 @@ def _first_row(path: str) -> tuple[str, dict[str, Any]]:
                             place = f"{shown}:{number}"
                             return place, object_of_line(line, place)
             else:
-                blocks: Blocks = _open(fs, file, shown)
+                blocks = _open(fs, file, shown)
                 if len(blocks.sizes):
                     place, row = blocks.place(0, 0, blocks.rows(0)[0])
                     return place, row or {}
@@ -335,13 +311,7 @@ def _saved_files(fs: Any, directory: str) -> Iterator[tuple[str, str]]:
     yield from ((f"{directory}/{entry['filename']}",) * 2 for entry in state["_data_files"])
 
 
-def _open(fs: Any, file: str, shown: str) -> Blocks:
+def _open(fs: Any, file: str, shown: str) -> JsonlBlocks | TableBlocks:
     if file.endswith(".arrow"):
-        return ArrowBlocks(file)
-    return JsonlBlocks(fs, file, shown) if file.endswith(".jsonl") else ParquetBlocks(fs, file, shown)
-
-
-def _files_of(path: str) -> Iterator[Blocks]:
-    fs, _, _ = _place_of(path)
-    for file, shown in _data_files(path):
-        yield _open(fs, file, shown)
+        return arrow_blocks(file)
+    return JsonlBlocks(fs, file, shown) if file.endswith(".jsonl") else parquet_blocks(fs, file, shown)
