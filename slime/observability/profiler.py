@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +86,15 @@ class MemoryRecorder:
     """
 
     def __init__(self, kind: str, path: Path, *, num_rollouts: int | None) -> None:
-        self._backend: _Torch | _Memray = _Memray(path) if kind == "memray" else _Torch(path)
+        self._record = _memray if kind == "memray" else _torch
         self._path, self._left = path, num_rollouts
-        self._is_recording = False
+        self._recording = ExitStack()
 
     def start(self) -> None:
         """Begin to record."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._backend.start()
-        self._is_recording = True
+        self._recording.callback(logger.info, "memory snapshot: %s", self._path)
+        self._recording.enter_context(self._record(self._path))
 
     def end_rollout(self) -> None:
         """Count a rollout; writes the file when it is the last one to record."""
@@ -105,48 +105,31 @@ class MemoryRecorder:
 
     def finish(self) -> None:
         """Write the file and stop, unless that is done already."""
-        if self._is_recording:
-            self._is_recording = False
-            self._backend.finish()
-            logger.info("memory snapshot: %s", self._path)
+        self._recording.close()
 
 
-class _Torch:
-    def __init__(self, path: Path) -> None:
-        self._path = path
+@contextmanager
+def _torch(path: Path) -> Iterator[None]:
+    import torch
 
-    def start(self) -> None:
-        import torch
+    def out_of_memory(device: int, asked: int, reserved: int, free: int) -> None:
+        own = path.with_name(f"oom_{path.name}")
+        logger.error("GPU %d is out of memory (%d bytes asked, %d free); snapshot: %s", device, asked, free, own)
+        torch.cuda.memory._dump_snapshot(str(own))
 
-        torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES)
-        torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)
-
-    def finish(self) -> None:
-        import torch
-
-        torch.cuda.memory._dump_snapshot(str(self._path))
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-    def _out_of_memory(self, device: int, asked: int, reserved: int, free: int) -> None:
-        import torch
-
-        path = self._path.with_name(f"oom_{self._path.name}")
-        logger.error("GPU %d is out of memory (%d bytes asked, %d free); snapshot: %s", device, asked, free, path)
-        torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES)
+    torch._C._cuda_attach_out_of_memory_observer(out_of_memory)
+    yield
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
 
 
-class _Memray:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._tracker: Any = None
-
-    def start(self) -> None:
-        memray = importlib.import_module("memray")
-        self._tracker = memray.Tracker(destination=memray.FileDestination(str(self._path), overwrite=True))
-        self._tracker.__enter__()
-
-    def finish(self) -> None:
-        self._tracker.__exit__(None, None, None)
+def _memray(path: Path) -> AbstractContextManager[Any]:
+    memray = importlib.import_module("memray")
+    tracker: AbstractContextManager[Any] = memray.Tracker(
+        destination=memray.FileDestination(str(path), overwrite=True)
+    )
+    return tracker
 
 
 def recorder_of(args: Args, rank: int, *, role: str = "actor") -> MemoryRecorder | None:

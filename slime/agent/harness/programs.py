@@ -6,6 +6,7 @@ current one does not start with it. The sandbox is ours, so its own is off: else
 
 from __future__ import annotations
 
+import base64
 import json
 import shlex
 from abc import abstractmethod
@@ -121,8 +122,10 @@ class CodexHarness(ProgramHarness):
         model, url = json.dumps(ctx.model_label), json.dumps(f"{ctx.adapter_url}/v1")
         config = _CODEX_CONFIG.format(model=model, url=url)
         config += _CODEX_TOOLS.format(url=json.dumps(ctx.mcp_url)) if ctx.offers_tools else ""
-        await sb.exec(f"mkdir -p {HOME}/.codex", user="agent", check=True)  # which it writes to, too
-        await sb.write_file(f"{HOME}/.codex/config.toml", config, user="agent")
+        text = base64.b64encode(config.encode()).decode()
+        folder = f"{HOME}/.codex"
+        write = f"mkdir -p {folder} && echo {text} | base64 -d > {folder}/config.toml"
+        await sb.exec(write, user="agent", check=True)
 
     def start(self, ctx: HarnessContext, prompt: str) -> tuple[str, dict[str, str]]:
         env = {"OPENAI_API_KEY": ctx.session_id, "OPENAI_BASE_URL": f"{ctx.adapter_url}/v1"}
