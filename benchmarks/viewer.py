@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from slime.checkpoints.rollout_files import ROWS_PER_GROUP, samples_path, trainer_path, write_tables
-from slime.observability.rollout_records.schema import PLAIN, PLAIN_TRAINER, SAMPLES, TRAINER, preview, table_of
+from slime.observability.rollout_records.schema import PLAIN, PLAIN_TRAINER, SAMPLES, TRAINER, preview
 
 WORDS = "we add the two numbers so that carry digits check answer therefore not maybe".split()  # noqa: SIM905
 GROUP = 8
@@ -101,9 +102,10 @@ def write_rollout(directory: Path, rollout_id: int, *, samples: int, tokens: int
             yield sample_rows(start, min(samples, start + ROWS_PER_GROUP), tokens=tokens, random_=random_)
 
     folder = directory / "rollouts"
-    write_tables(samples_path(folder, rollout_id), SAMPLES, (table_of(SAMPLES, rows) for rows in parts()), plain=PLAIN)
+    tables = (pa.Table.from_pylist(rows, schema=SAMPLES) for rows in parts())
+    write_tables(samples_path(folder, rollout_id), SAMPLES, tables, plain=PLAIN)
     if has_trainer:
-        tables = (table_of(TRAINER, trainer_rows(rows)) for rows in parts())
+        tables = (pa.Table.from_pylist(trainer_rows(rows), schema=TRAINER) for rows in parts())
         write_tables(trainer_path(folder, rollout_id, 0), TRAINER, tables, plain=PLAIN_TRAINER)
 
 
