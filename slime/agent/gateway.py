@@ -25,7 +25,7 @@ from slime.agent.adapters.anthropic import AnthropicAdapter
 from slime.agent.adapters.common import ENGINE_TIMEOUT_S, MAX_BODY_BYTES, PING_INTERVAL_S
 from slime.agent.adapters.guarded import RESUBMIT_S, Guarded, until_ended
 from slime.agent.adapters.openai import OpenAIAdapter
-from slime.agent.adapters.session import Budget, KeyedSession, Session
+from slime.agent.adapters.session import Budget, Session
 from slime.agent.adapters.sessions import Sessions, quiet_collector
 from slime.agent.adapters.wire import Refused, json_answer, model_list
 from slime.agent.aiohttp_threaded import AppHandle, FilteredAccessLogger, run_app_in_thread
@@ -178,7 +178,7 @@ class Gateway:
         Returns:
             A random key, which is all that the session's program needs to know.
         """
-        session = KeyedSession(dict(sampling), max_context_tokens, budget=budget, evaluation=evaluation)
+        session = Session(dict(sampling), max_context_tokens, budget=budget, evaluation=evaluation)
         return self.sessions.open(None, session)
 
     def end_reason(self, key: str) -> str | None:
@@ -214,8 +214,7 @@ class Gateway:
             sample.status = _STATUS_OF.get(reason or "", sample.status)
             sample.end_reason = reason or _REASON_OF.get(sample.status, "done")
             sample.reward_is_trusted = reason not in ("transport", "env_error")
-            if isinstance(session, KeyedSession):
-                sample.metadata |= session.tool_calls.metadata
+            sample.metadata |= session.tool_calls.metadata
             sample.metadata["agent"]["evaluation"] = session.evaluation
         if session.evaluation:
             counts = (session.num_turns, session.num_tokens, session.end_reason or "done", reward)
@@ -251,10 +250,7 @@ class Gateway:
                 raise Refused("this run has no MCP servers (mcp of --custom-config-path)", 404, "not_found_error")
             message = await self._protocol.read_json(request)
             key = self._protocol.key_of(request)  # the session may have ended meanwhile
-            session = self.sessions.of_client(key)
-            assert isinstance(session, KeyedSession)
-            call = self.mcp.answer(message, sample=session.tool_calls, on_failure=session.lose_tools)
-            task = asyncio.create_task(call)
+            task = asyncio.create_task(self.mcp.answer(message, self.sessions.of_client(key)))
             self.sessions.begin(key, task)
             answer = await until_ended(task)
         except Refused as error:
@@ -315,4 +311,4 @@ async def shared_gateway(args: Args) -> Gateway:
 def _end_reason(session: Session) -> str | None:
     if session.is_cut_off:
         return "transport"
-    return "env_error" if isinstance(session, KeyedSession) and session.tool_failure else session.end_reason
+    return "env_error" if session.tool_failure else session.end_reason

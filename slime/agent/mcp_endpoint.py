@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
 from typing import Any
 
+from slime.agent.adapters.session import Session
 from slime.config.args import Args
 from slime.rollout.mcp_tools import McpTools
 from slime.rollout.tool_calls import EnvError, ToolCall, call_tool
-from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 PATH = "/mcp"
-OnFailure = Callable[[str], None]
 _VERSIONS = ("2025-06-18", "2024-11-05")
 """Versions of the protocol that it speaks. 2025-03-26 is left out: it asks for batches of messages."""
 _INVALID, _UNKNOWN_METHOD, _WRONG_PARAMS = -32600, -32601, -32602
@@ -50,13 +48,12 @@ class McpEndpoint:
         tools = await McpTools.of(args)
         return None if tools is None else cls(args, tools, asyncio.get_running_loop())
 
-    async def answer(self, message: Any, *, sample: Sample, on_failure: OnFailure) -> dict[str, Any] | None:
+    async def answer(self, message: Any, session: Session) -> dict[str, Any] | None:
         """The answer to one message; None where it asks for none.
 
         Args:
             message: JSON of a client.
-            sample: counts the session's calls in its metadata.
-            on_failure: told why, where a server is gone: what the agent does without it says nothing.
+            session: its calls are counted, and why a server is gone: what the agent does without it says nothing.
         """
         if not isinstance(message, dict) or not isinstance(message.get("method"), str):
             return _error(None, _INVALID, "a message is one JSON object with a method")
@@ -79,20 +76,20 @@ class McpEndpoint:
             return _error(number, _WRONG_PARAMS, f"no tool {name[:100]}; there is {', '.join(self._functions)}")
         if not isinstance(arguments or {}, dict):
             return _error(number, _WRONG_PARAMS, "arguments must be an object")
-        answer, succeeded = await self._in_loop(self._call(ToolCall(name, arguments or {}), sample, on_failure))
+        called = asyncio.run_coroutine_threadsafe(self._call(ToolCall(name, arguments or {}), session), self.loop)
+        answer, succeeded = await asyncio.wrap_future(called)
         parts = [{"type": "text", "text": answer}] if isinstance(answer, str) else answer
         return _result(number, {"content": [_block(part) for part in parts], "isError": not succeeded})
 
-    async def _in_loop(self, call: Coroutine[Any, Any, tuple[Any, bool]]) -> tuple[Any, bool]:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self.loop))
-
-    async def _call(self, call: ToolCall, sample: Sample, on_failure: OnFailure) -> tuple[Any, bool]:
+    async def _call(self, call: ToolCall, session: Session) -> tuple[Any, bool]:
         known, limit_s = list(self._functions), self.tools.timeout_s(call.name)
         try:
-            return await call_tool(self.tools.call, self.args, sample, call, known=known, timeout_s=limit_s)
+            return await call_tool(
+                self.tools.call, self.args, session.tool_calls, call, known=known, timeout_s=limit_s
+            )
         except (EnvError, RuntimeError) as error:  # the second: what a tool raises that is none of its own words
             logger.warning("a tool of an agent failed: %s", error)
-            on_failure(str(error))
+            session.tool_failure = str(error)
             return f"error: {call.name} cannot be called any more", False
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from slime.agent import rollout
+from slime.agent.adapters.session import Session
 from slime.agent.gateway import Gateway
 from slime.agent.harness import HARNESSES, HarnessContext, make_harness
 from slime.agent.mcp_endpoint import McpEndpoint
@@ -176,14 +177,14 @@ class SlowServer:
     def __init__(self, seconds: float) -> None:
         self.seconds, self.is_asked, self.is_cancelled = seconds, False, False
 
-    async def answer(self, message: Any, *, sample: Sample, on_failure: Any) -> dict[str, Any]:
+    async def answer(self, message: Any, session: Session) -> dict[str, Any]:
         self.is_asked = True
         try:
             await asyncio.sleep(self.seconds)
         except asyncio.CancelledError:
             self.is_cancelled = True
             raise
-        on_failure("gone")
+        session.tool_failure = "gone"
         return {}
 
 

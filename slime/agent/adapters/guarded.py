@@ -15,7 +15,6 @@ from aiohttp import web
 from slime.agent.adapters.common import BaseAdapter
 from slime.agent.adapters.session import (
     Answer,
-    KeyedSession,
     Pending,
     Session,
     call_sglang_generate,
@@ -58,8 +57,7 @@ class Guarded(BaseAdapter):
         key = self.key_of(request)  # before the body of somebody unknown is read
         body = await super()._read_body(request)
         session = self.store.get(key)
-        seen = session.seen if isinstance(session, KeyedSession) else Seen()
-        intake = request[_INTAKE] = Intake(seen, request.path, body)
+        intake = request[_INTAKE] = Intake(session.seen if session else Seen(), request.path, body)
         check_shape(body, num_known=intake.num_known, takes_images=self.sessions.pictures is not None)
         if not intake.num_known:
             super()._preprocess_body(body)
@@ -73,9 +71,7 @@ class Guarded(BaseAdapter):
     ) -> tuple[list[Message], list[dict[str, Any]] | None]:
         intake = request[_INTAKE]
         messages, tools = self._translate(intake.new_body(body))
-        seen = intake.seen_as(await self.sessions.take_images(session, messages), tools)
-        if isinstance(session, KeyedSession):
-            session.seen = seen
+        seen = session.seen = intake.seen_as(await self.sessions.take_images(session, messages), tools)
         return seen.messages, seen.tools
 
     def key_of(self, request: web.Request) -> str:
@@ -103,7 +99,6 @@ class Guarded(BaseAdapter):
 
     async def _answer(self, request: web.Request, body: dict[str, Any], sid: str, session: Session) -> Answer:
         """Return the answer of a request: of its own turn, or of that of an equal request before it."""
-        assert isinstance(session, KeyedSession)
         named = header(request, "Idempotency-Key").encode()
         digest = request[_INTAKE].digest(body)
         identity = named or digest
@@ -117,7 +112,7 @@ class Guarded(BaseAdapter):
             self.sessions.begin(sid, task)
         return await self._wait(session, identity, _same(digest, pending.digest, pending))
 
-    async def _wait(self, session: KeyedSession, identity: bytes, pending: Pending) -> Answer:
+    async def _wait(self, session: Session, identity: bytes, pending: Pending) -> Answer:
         pending.num_waiting += 1
         try:
             return await until_ended(pending.task)
@@ -127,7 +122,7 @@ class Guarded(BaseAdapter):
                 asyncio.get_running_loop().call_later(_ABANDONED_S, _end_if_abandoned, pending)
 
     async def _turn(
-        self, request: web.Request, body: dict[str, Any], sid: str, session: KeyedSession, identity: bytes
+        self, request: web.Request, body: dict[str, Any], sid: str, session: Session, identity: bytes
     ) -> Answer:
         is_answered = False
         try:
@@ -150,7 +145,7 @@ class Guarded(BaseAdapter):
         answer.identity = identity
         return answer
 
-    def _refusal(self, session: KeyedSession, error: Exception) -> Refused:
+    def _refusal(self, session: Session, error: Exception) -> Refused:
         """Return the answer that tells a client of an engine's failure; notes why the session ends."""
         if found := _TOO_LONG.search(str(error)):
             session.end_reason = "length"
@@ -175,7 +170,6 @@ class Guarded(BaseAdapter):
         tools: Any,
         images: Sequence[Picture] = (),
     ) -> TurnRecord:
-        assert isinstance(session, KeyedSession)
         if 0 < session.max_context_tokens <= (num_tokens := width(prompt_ids, images)):
             session.end_reason = "length"
             raise self._too_long(num_tokens, session.max_context_tokens)
@@ -200,7 +194,6 @@ class Guarded(BaseAdapter):
         return dataclasses.replace(turn, is_forced=True) if constraint else turn
 
     def _delivered(self, sid: str, session: Session, answer: Answer) -> None:
-        assert isinstance(session, KeyedSession)
         if (pending := session.pending.pop(answer.identity, None)) is not None:
             session.sent[answer.identity] = pending.digest, answer
             if len(session.sent) > _KEPT_ANSWERS:

@@ -77,6 +77,12 @@ class Session:
         is_cut_off: its server has been stopped.
         images: those of its requests, by name.
         end_reason: what last refused or failed a turn, one of `slime.utils.types.END_REASONS`; an answer resets it.
+        route: what the router knows a session of the gateway by; its key is a secret.
+        pending: turns of the gateway that no client has got, by the identity of their request.
+        sent: the latest of those that were sent, with the digest of their request.
+        seen: its latest request.
+        tool_calls: counts calls of MCP servers in its metadata.
+        tool_failure: why such a server is gone; then no end of the session can be trusted.
     """
 
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
@@ -94,9 +100,12 @@ class Session:
     end_reason: str | None = None
     is_cut_off: bool = False
     images: dict[str, Picture] = field(default_factory=dict)
-
-    def end(self) -> None:
-        """Called when the session ends, on the server's loop, before its turns are waited for."""
+    route: str = field(default_factory=lambda: uuid.uuid4().hex)
+    pending: dict[bytes, Pending] = field(default_factory=dict)
+    sent: OrderedDict[bytes, tuple[bytes, Answer]] = field(default_factory=OrderedDict)
+    seen: Seen = field(default_factory=Seen)
+    tool_calls: Sample = field(default_factory=Sample)
+    tool_failure: str = ""
 
     @property
     def tokens_left(self) -> float:
@@ -109,6 +118,31 @@ class Session:
         if self.budget.seconds is None:
             return float("inf")
         return self.budget.seconds - (time.monotonic() - self.opened_at)
+
+    def end(self) -> None:
+        """Cancel the turns whose clients have gone; called on the server's loop when the session ends."""
+        for pending in self.pending.values():
+            if not pending.num_waiting:
+                pending.task.cancel()
+
+    def charge(self) -> None:
+        """Count a turn.
+
+        Raises:
+            Refused: the budget is used up.
+        """
+        if self.budget.turns is not None and self.num_turns >= self.budget.turns:
+            reason, what = "max_turns", f"{self.budget.turns} turns"
+        elif self.tokens_left <= 0:
+            reason, what = "budget", f"{self.budget.tokens} generated tokens"
+        elif self.seconds_left <= 0:
+            reason, what = "budget", f"{self.budget.seconds:g} seconds"
+        else:
+            self.num_turns += 1
+            return
+        self.end_reason = reason
+        message = f"the session has used up its budget of {what}"
+        raise Refused(message, 429, "rate_limit_error", code="budget_exceeded", may_retry=False)
 
 
 @dataclass(frozen=True)
@@ -139,56 +173,6 @@ class Pending:
     task: asyncio.Task[Answer]
     digest: bytes
     num_waiting: int = 0
-
-
-@dataclass
-class KeyedSession(Session):
-    """A session of the gateway.
-
-    Attributes:
-        route: what the router knows it by; its key is a secret.
-        pending: turns that no client has got, by the identity of their request.
-        sent: the latest of those that were sent, with the digest of their request.
-        seen: its latest request.
-        tool_calls: counts calls of MCP servers in its metadata.
-        tool_failure: why such a server is gone; then no end of the session can be trusted.
-    """
-
-    route: str = field(default_factory=lambda: uuid.uuid4().hex)
-    pending: dict[bytes, Pending] = field(default_factory=dict)
-    sent: OrderedDict[bytes, tuple[bytes, Answer]] = field(default_factory=OrderedDict)
-    seen: Seen = field(default_factory=Seen)
-    tool_calls: Sample = field(default_factory=Sample)
-    tool_failure: str = ""
-
-    def lose_tools(self, why: str) -> None:
-        """Note that a server of tools is gone."""
-        self.tool_failure = why
-
-    def end(self) -> None:
-        """Cancel the turns whose clients have gone; called on the server's loop."""
-        for pending in self.pending.values():
-            if not pending.num_waiting:
-                pending.task.cancel()
-
-    def charge(self) -> None:
-        """Count a turn.
-
-        Raises:
-            Refused: the budget is used up.
-        """
-        if self.budget.turns is not None and self.num_turns >= self.budget.turns:
-            reason, what = "max_turns", f"{self.budget.turns} turns"
-        elif self.tokens_left <= 0:
-            reason, what = "budget", f"{self.budget.tokens} generated tokens"
-        elif self.seconds_left <= 0:
-            reason, what = "budget", f"{self.budget.seconds:g} seconds"
-        else:
-            self.num_turns += 1
-            return
-        self.end_reason = reason
-        message = f"the session has used up its budget of {what}"
-        raise Refused(message, 429, "rate_limit_error", code="budget_exceeded", may_retry=False)
 
 
 def sampling_params(
