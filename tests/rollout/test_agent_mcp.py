@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import re
 import socket
 import sys
 import time
@@ -278,5 +280,7 @@ def test_every_harness_that_uses_tools_is_told_where_they_are(name: str) -> None
         context = HarnessContext("/w", "a-key", "http://127.0.0.1:8000", offers_tools=offers_tools)
         asyncio.run(harness.write_config(box, context))  # type: ignore[arg-type]
         asyncio.run(harness.launch_and_wait(box, context, "fix it", 5))  # type: ignore[arg-type]
+        if written := re.search(r"echo (\S+) \| base64 -d", box.said):
+            box.said += base64.b64decode(written[1]).decode()
         said.append("127.0.0.1:8000/mcp" in box.said)
     assert said == [harness.takes_tools, False]
