@@ -70,6 +70,8 @@ class CheckpointSource:
     """What training starts from, and not the reference or a teacher."""
     over_base: bool = False
     """Of adapters: the base under them is loaded already."""
+    load_schedule: bool = False
+    """The schedule alone: of an optimizer that keeps no state."""
 
 
 class UnfinishedSave(Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,8 @@ class Policies:
             self._backend.be_policy(policy, anew=True)
             root = None if directory is None else directory / PART / policy.name
             if root is not None and root.is_dir():
-                what = {"load_optimizer": start.load_optimizer, "load_rng": start.load_rng, "over_base": True}
-                self._backend.load(CheckpointSource(str(root), iteration, **what))
+                source = replace(start, path=str(root), step=iteration, is_start=False, over_base=True)
+                self._backend.load(source)
                 self._backend.be_policy(policy, anew=False)
             elif root is not None:
                 logger.warning("%s: %s has no policy %s, which begins anew", FLAG, directory, policy.name)

@@ -117,7 +117,14 @@ class Trainer:
             backend.load(CheckpointSource(needed(args.opd_teacher_load), args.opd_teacher_ckpt_step, False, False))
             self._weights.backup(TEACHER)
         with_optimizer = not args.no_load_optim and not args.use_stateless_adam
-        start = CheckpointSource(args.load, args.ckpt_step, with_optimizer, not args.no_load_rng, is_start=True)
+        start = CheckpointSource(
+            args.load,
+            args.ckpt_step,
+            with_optimizer,
+            not args.no_load_rng,
+            is_start=True,
+            load_schedule=args.use_stateless_adam and not args.no_load_optim,
+        )
         iteration = backend.load(start)
         restore_controller(args, self._resumed_dir(), self._kl_controller)
         self._policies = Policies(args, backend) if policies_of(args) else None

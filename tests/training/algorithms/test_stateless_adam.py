@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from tests.integration.trainer_world import parameters, train, trainer_args
+from tests.integration.trainer_world import (
+    parameters,
+    resumed_from,
+    train,
+    train_and_save,
+    train_once_more,
+    trainer_args,
+)
 from tests.unit.argument_lines import Check, check, command_line, has
 
 __all__ = ["check", "command_line"]  # fixtures
@@ -38,6 +45,17 @@ def test_every_update_is_adams_first_and_nothing_is_kept(hf_path: Path, tmp_path
     remembering, _ = run(hf_path, tmp_path / "e", 2)
     assert max(float((two[name] - forgetful[name]).abs().max()) for name in two) < 1e-5
     assert max(float((two[name] - remembering[name]).abs().max()) for name in two) > 1e-4
+
+
+def test_a_resumed_run_goes_on_with_the_schedule(hf_path: Path, tmp_path: Path) -> None:
+    flags, stateless = "--lr-warmup-iters 4", {"use_stateless_adam": True, "checkpoint_contents": ["model", "rng"]}
+    root = str(tmp_path / "ckpt")
+    train(trainer_args(hf_path, flags, lr=1e-3, **stateless, save=root), train_and_save, tmp_path / "straight")
+    resumed = trainer_args(hf_path, flags, lr=1e-3, **stateless, **resumed_from(root))
+    train(resumed, train_once_more, tmp_path / "resumed", num_rollouts=0)
+    (records, weights), (again, same) = (torch.load(tmp_path / name) for name in ("straight", "resumed"))
+    assert records == again and records[-1][0]["train/lr-pg_0"] == 1e-3 / 4, "one of four steps of the warm-up is done"
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
 
 
 def test_a_stateless_adam_saves_no_optimizer_state(check: Check) -> None:

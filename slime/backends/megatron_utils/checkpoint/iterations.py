@@ -122,7 +122,7 @@ def begin_checkpoint(
         model: this rank's modules, wrapped or bare.
         optimizer: Megatron's, or None.
         scheduler: saved with the optimizer.
-        contents: what to save of optimizer (with the schedule) and rng; the weights always are.
+        contents: what to save of optimizer (with the schedule), schedule and rng; the weights always are.
         model_shape: the numbers of `arguments.model_shape`, kept beside the tensors for checks at parse time.
         write_more: called with the unfinished directory on every rank, to add files of its own.
         in_background: leave the tensors to processes that go on when this returns (`background_save.BackgroundSave`).
@@ -165,7 +165,7 @@ def _state_to_save(
         state["base_checksum"] = base_checksum(model)
     if "rng" in contents:
         state["rng_state"] = _rng_object()
-    if scheduler is not None and with_optimizer:
+    if scheduler is not None and (with_optimizer or "schedule" in contents):
         state["opt_param_scheduler"] = scheduler.state_dict()
     return state
 
@@ -274,11 +274,12 @@ def load_checkpoint(
         check_base(model, common["base_checksum"], directory)
     if with_optimizer:
         optimizer.load_state_dict(loaded["optimizer"])
-        if scheduler is not None and "opt_param_scheduler" in loaded:
-            scheduler.num_steps = 0  # Megatron adds the saved position to the present one
-            scheduler.load_state_dict(loaded["opt_param_scheduler"])
     elif optimizer is not None:
         optimizer.reload_model_params()
+    with_schedule = with_optimizer or (is_resumed and source.load_schedule and not of_base)
+    if scheduler is not None and with_schedule and "opt_param_scheduler" in loaded:
+        scheduler.num_steps = 0  # Megatron adds the saved position to the present one
+        scheduler.load_state_dict(loaded["opt_param_scheduler"])
     if with_rng:
         set_random_states(loaded["rng_state"])
     return iteration
@@ -316,6 +317,8 @@ def _say_what_is_not_there(directory: Path, common: dict[str, Any], source: Chec
         return
     if source.load_optimizer and "optimizer" not in common:
         logger.warning("%s holds no optimizer state: its moments and the learning-rate schedule start anew", directory)
+    if source.load_schedule and "opt_param_scheduler" not in common:
+        logger.warning("%s holds no learning-rate schedule: it starts anew", directory)
     if source.load_rng and not common.get("has_rng"):
         logger.warning("%s holds no random states: they start from --seed", directory)
     elif source.load_rng and common.get("layout") != _layout():
