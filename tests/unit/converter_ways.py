@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing as mp
 import os
 import shutil
 import signal
@@ -16,13 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from safetensors.torch import load_file, save_file
 
 from slime.backends.megatron_utils.checkpoint import torch_dist_writer
 from slime.conversion import writer
-from tests.unit.megatron_fakes import make_hf_model
+from tests.unit.megatron_fakes import make_hf_model, run_forked
 from tests.unit.test_convert_gguf import write_gguf
 from tests.unit.test_hf_weights import run_tool, tensors_of
 from tools import (
@@ -149,18 +147,12 @@ def run_apart(way: Way, command: list[str], before: Callable[[], None] = lambda:
         before: is called in that process first.
     """
 
-    def run() -> None:
-        # Torch gives up the parent's thread pool at the first use of it; two threads at once may find none.
-        torch.set_num_threads(torch.get_num_threads())
+    def run() -> int:
         torch_dist_writer.PART_BYTES = 10_000
         before()
-        os._exit(way.tool.main(command))
+        return int(way.tool.main(command))
 
-    child = mp.get_context("fork").Process(target=run)
-    child.start()
-    child.join(timeout=120)
-    assert child.exitcode is not None
-    return child.exitcode
+    return run_forked(run)
 
 
 def killed() -> NoReturn:

@@ -193,12 +193,29 @@ def make_hf_model(path: Path, family: str = "qwen3", *, tied: bool = False, voca
 def prepare_to_fork() -> None:
     """Do once, in this process, what each child would do: import trainers, and look through all objects for garbage.
 
-    Children leave the objects that are there alone until gc.unfreeze, which this process calls when it has forked:
-    their first collection would cost half a second and a copy of every page.
+    Children leave the objects that are there alone: their first collection would cost half a second and a copy of
+    every page.
     """
     import slime.backends.megatron_utils.actor  # noqa: F401
 
+    gc.collect()
     gc.freeze()
+
+
+def run_forked(run: Callable[[], int]) -> int:
+    """Call `run` in a forked process and return its status: what `run` returns, -9 where it was killed."""
+
+    def call() -> None:
+        # Torch gives up the parent's thread pool at the first use of it; two threads at once may find none.
+        torch.set_num_threads(torch.get_num_threads())
+        os._exit(run())
+
+    prepare_to_fork()
+    child = mp.get_context("fork").Process(target=call)
+    child.start()
+    child.join(timeout=120)
+    assert child.exitcode is not None, "it has not ended in two minutes"
+    return int(child.exitcode)
 
 
 def run_world(world_size: int, fn: Callable[..., None], args: argparse.Namespace, *more: Any) -> None:
@@ -213,7 +230,6 @@ def run_world(world_size: int, fn: Callable[..., None], args: argparse.Namespace
     ]
     for child in children:
         child.start()
-    gc.unfreeze()
     listener.close()  # rank 0 has it too
     for child in children:
         child.join(timeout=120)

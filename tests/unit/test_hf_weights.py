@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf, remove_padding
@@ -21,7 +19,7 @@ from slime.models.families import FAMILIES, family_of, family_of_args
 from slime.models.layouts import GateUp, Qkv, TensorShape
 from slime.utils.errors import UsageError
 from slime.weights.names import is_of_other_part
-from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
+from tests.unit.megatron_fakes import make_args, make_hf_model, run_forked, run_world
 from tools import convert_hf_to_torch_dist, convert_torch_dist_to_hf
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,16 +30,7 @@ SHAPE = TensorShape(
 
 def run_tool(tool, *argv: str) -> None:
     """Run a tool's main in a forked process (the stand-ins for CUDA would stay in this one); it must return 0."""
-
-    def run() -> None:
-        # Torch gives up the parent's thread pool at the first use of it; two threads at once may find none.
-        torch.set_num_threads(torch.get_num_threads())
-        os._exit(tool.main(argv))
-
-    child = mp.get_context("fork").Process(target=run)
-    child.start()
-    child.join(timeout=120)
-    assert child.exitcode == 0
+    assert run_forked(lambda: tool.main(argv)) == 0
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:

@@ -7,7 +7,6 @@ made, and the weights after them under their HF names, gathered from all ranks.
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import socket
 import sys
@@ -89,7 +88,6 @@ def run_jobs(jobs: Sequence[Job], out: Path) -> None:
         for child in children:
             child.daemon = True
             child.start()
-        gc.unfreeze()
         listener.close()
         deadline = time.monotonic() + SECONDS_PER_JOB
         for child in children:
