@@ -1,7 +1,8 @@
 """How the suite is spread over two workers (pytest -n 2).
 
 Whole runs all go to one worker: two at a time would starve each other of two cores. Tests of the engine that
-tests/integration shares go to one worker, too, since each worker would start its own. Every other file is by itself.
+tests/integration shares go to one worker, too, since each worker would start its own, and so do tests of the built
+site. Every other file is by itself.
 Runs come first in the order of the files, and a worker that has nothing left takes the next file.
 
 Property tests see the same examples in each run, without a time limit for each: what fails for one change fails for
@@ -56,6 +57,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             """Return what keeps this test on one worker with others: their file, or a group of files."""
             path = nodeid.partition("::")[0]
             name = PurePosixPath(path).name
+            if path.startswith("tests/site/"):
+                return "site"
             if not path.startswith(LAUNCHING) or name in WITHOUT_A_RUN:
                 return path
             return "shared engine" if name in WITH_THE_SHARED_ENGINE else "runs"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.dashboard.visitors import chromium, require_browser
-from tests.unit.test_docs_site import build_site
+from tests.site.test_build import build_site
 
 # A front page, prose, code, wide tables, formulas, and the search.
 PAGES = (

@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_docs_site import build_site
+from tests.site.test_build import build_site
 
 SCRIPTS = ("documentation_options", "doctools", "sphinx_highlight", "searchtools", "language_data", "keywords", "rank")
 # Question -> pages that answer it, any of which may be found.
-QUESTIONS = dict(
-    line.split(" -> ") for line in (Path(__file__).with_name("docs_questions.txt")).read_text().splitlines()
-)
+QUESTIONS = dict(line.split(" -> ") for line in (Path(__file__).with_name("questions.txt")).read_text().splitlines())
 
 
 @pytest.fixture(scope="module")
