@@ -157,6 +157,7 @@ def check_steps(
         assert torch.equal(weight, trained[name]), name
 
 
+OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
 LAYOUTS = {
     "one rank": ("", 1, {}),
     "full recomputation": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1, {}),
@@ -165,6 +166,7 @@ LAYOUTS = {
     "TP 2": ("--tensor-model-parallel-size 2", 1, {"max_tokens_per_gpu": 40}),
     "TP 2 with sequence parallelism": ("--tensor-model-parallel-size 2 --sequence-parallel", 1, {}),
     "some projections": ("--tensor-model-parallel-size 2 --sequence-parallel", 1, {"lora_target_modules": SOME}),
+    "activations in host memory": (f"{OFFLOAD} core_attn qkv_linear attn_proj", 1, {}),
     "optimizer in host memory": ("--optimizer-cpu-offload --use-precision-aware-optimizer", 1, {}),
     "PP 2": ("--pipeline-model-parallel-size 2", 1, {"max_tokens_per_gpu": 40}),
     "CP 2": ("--context-parallel-size 2", 1, {"max_tokens_per_gpu": 40}),

@@ -155,7 +155,7 @@ class ActivationOffload:
         for index, layer in enumerate(layers[:count]):
             parts = None if modules is None else list(_parts(layer, modules))
             for part in parts or []:
-                part.forward = self._in_part(part.forward)
+                part.forward = self._in_part(functools.partial(_forward, part))
             forward = layer.forward if parts is not None else self._in_part(layer.forward)
             layer.forward = self._in_layer(layer, forward, is_first=index == 0)
         if count > 0:
@@ -204,6 +204,11 @@ class ActivationOffload:
         if stays or self._group is None or tensor.untyped_storage().data_ptr() in self._staying:
             return tensor
         return self._group.save(tensor.detach())
+
+
+def _forward(part: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What the module's class computes when it is called: adapters (layers.lora) give it another class later."""
+    return type(part).forward(part, *args, **kwargs)
 
 
 def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
