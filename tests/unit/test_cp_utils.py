@@ -14,11 +14,12 @@ from slime.backends.megatron_utils.cp_utils import (
     get_logits_and_tokens_offset_with_cp,
     get_sum_of_sample_mean,
     key_chunks,
+    response_rows,
     slice_log_prob_with_cp,
     slice_with_cp,
     zigzag_positions,
 )
-from slime.backends.megatron_utils.data import Packing, pack, response_rows
+from slime.backends.megatron_utils.data import Packing, pack
 from slime.backends.megatron_utils.layers.varlen_attention import attend_packed
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 
@@ -92,7 +93,7 @@ def test_every_response_token_is_predicted_on_one_rank(total, share, cp_size):
     places, tokens = [], torch.arange(total)
     for rank in range(cp_size):
         packing = Packing(cp_rank=rank, cp_size=cp_size)
-        of_rank, predicted, counts = response_rows([total], [response], packing)
+        of_rank, predicted, counts = response_rows([total], [response], cp_rank=rank, cp_size=cp_size)
         packed = pack([tokens], packing)
         assert counts == [len(of_rank)]
         # the row holds the token before the one that it predicts, at its position

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.backends.megatron_utils.data import Packing, pack, prediction_rows, response_rows
+from slime.backends.megatron_utils.cp_utils import response_rows
+from slime.backends.megatron_utils.data import Packing, pack
 from slime.training.micro_batches import MicroBatches, to_tensors
 
 CPU = torch.device("cpu")
@@ -119,13 +120,13 @@ def test_predictions_stay_within_their_sample():
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_context_parallel_ranks_share_the_predicted_tokens(ahead):
     totals, responses = [2, 9, 30, 5], [1, 7, 11, 0]
-    _, expected = prediction_rows(totals, responses, ahead)
+    _, expected, _ = response_rows(totals, responses, ahead=ahead)
     tokens = [torch.arange(total) + 100 * i for i, total in enumerate(totals)]
     all_targets = torch.cat([sample[len(sample) - n :] for sample, n in zip(tokens, responses, strict=True)])
     found: list[int] = []
     for rank in range(2):
         packing = Packing(cp_rank=rank, cp_size=2)
-        rows, places = prediction_rows(totals, responses, ahead, packing)
+        rows, places, _ = response_rows(totals, responses, cp_rank=rank, cp_size=2, ahead=ahead)
         assert torch.equal(pack(tokens, packing)["tokens"][0][rows], all_targets[places] - 1 - ahead)
         found += places.tolist()
     assert sorted(found) == expected.tolist()

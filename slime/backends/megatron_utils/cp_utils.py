@@ -80,6 +80,53 @@ def get_logits_and_tokens_offset_with_cp(
     return CpOffsets(chunk, chunks, logits, tokens)  # type: ignore[arg-type]
 
 
+def response_rows(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    *,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    ahead: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Which rows of a rank's packed logits predict response tokens: row p predicts the token at p + 1 + `ahead`.
+
+    A response token that has fewer than 1 + `ahead` tokens before it is predicted nowhere.
+
+    Args:
+        total_lengths: [S] prompt + R.
+        response_lengths: [S] R.
+        cp_rank, cp_size: whose rows.
+        ahead: tokens further on, of a layer that predicts these.
+
+    Returns:
+        [n] rows; [n] which token of the responses, one after the other, each predicts; [S] how many are each sample's.
+        Without context parallelism and `ahead` n is the sum of R, and the second is 0, 1, 2 ...
+    """
+    if cp_size == 1 and not ahead:
+        # numpy: torch wakes up a thread for each core to repeat a few numbers
+        totals, responses = np.asarray(total_lengths, np.int64), np.asarray(response_lengths, np.int64)
+        place = np.arange(responses.sum())
+        first_rows, first_places = totals.cumsum() - responses - 1, responses.cumsum() - responses
+        row = place + (first_rows - first_places).repeat(responses)
+        return torch.from_numpy(row), torch.from_numpy(place), list(response_lengths)
+    rows, places = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+    counts = [0] * len(total_lengths)
+    first_row = first_place = 0
+    for i, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
+        chunk = total if cp_size == 1 else chunk_size_of(total, cp_size)
+        owned = (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
+        first, end = max(total - response - 1 - ahead, 0), total - 1 - ahead
+        for number, index in enumerate(owned):
+            start, stop = max(first, index * chunk), min(end, (index + 1) * chunk)
+            positions = torch.arange(start, max(start, stop))
+            rows.append(first_row + (number - index) * chunk + positions)
+            places.append(first_place + positions + 1 + ahead - (total - response))
+            counts[i] += len(positions)
+        first_row += len(owned) * chunk
+        first_place += response
+    return torch.cat(rows), torch.cat(places), counts
+
+
 def slice_with_cp(
     tokens: torch.Tensor, pad_value: float, *, cp_rank: int | None = None, cp_size: int | None = None
 ) -> torch.Tensor:
@@ -112,16 +159,15 @@ def slice_log_prob_with_cp(
         ValueError: the values are neither.
     """
     rank, size = _place(cp_rank, cp_size)
-    offsets = get_logits_and_tokens_offset_with_cp(total_length, response_length, cp_rank=rank, cp_size=size)
-    num_own = sum(end - start for start, end in offsets.tokens)
-    if len(log_prob) != response_length and (size == 1 or len(log_prob) != num_own):
-        part = "" if size == 1 else f"; this rank's part of it has {num_own}"
+    own = response_rows([total_length], [response_length], cp_rank=rank, cp_size=size)[1]
+    if len(log_prob) != response_length and (size == 1 or len(log_prob) != len(own)):
+        part = "" if size == 1 else f"; this rank's part of it has {len(own)}"
         raise ValueError(f"a response of {response_length} tokens has {len(log_prob)} values{part}")
-    if size == 1 or len(log_prob) == num_own or (cp_rank is None and keeps_whole.get()):
+    if size == 1 or len(log_prob) == len(own) or (cp_rank is None and keeps_whole.get()):
         return log_prob
-    prompt = total_length - response_length
-    parts = [log_prob[max(start - prompt, 0) : max(end - prompt, 0)] for start, end in offsets.tokens]
-    return torch.cat(parts) if isinstance(log_prob, torch.Tensor) else [value for part in parts for value in part]
+    if isinstance(log_prob, torch.Tensor):
+        return log_prob[own.to(log_prob.device)]
+    return [log_prob[place] for place in own.tolist()]
 
 
 def all_gather_with_cp(tensor: torch.Tensor, total_length: int, response_length: int) -> torch.Tensor:
@@ -136,10 +182,7 @@ def all_gather_with_cp(tensor: torch.Tensor, total_length: int, response_length:
     rank, size = _place(None, None)
     if size == 1:
         return tensor
-    offsets = get_logits_and_tokens_offset_with_cp(total_length, response_length, cp_rank=rank, cp_size=size)
-    prompt = total_length - response_length
-    positions = [torch.arange(start, end) - prompt for start, end in offsets.tokens if start < end]
-    mine = torch.cat([torch.empty(0, dtype=torch.int64), *positions]).to(tensor.device)
+    mine = response_rows([total_length], [response_length], cp_rank=rank, cp_size=size)[1].to(tensor.device)
     if len(tensor) == response_length != len(mine):
         tensor = tensor[mine]
     if len(tensor) != len(mine):
@@ -317,27 +360,19 @@ def whole_micro_batch(x: torch.Tensor, total_lengths: Sequence[int], response_le
     if len(x) == sum(response_lengths):
         return x
     rank, size = _place(None, None)
-    lengths = list(zip(total_lengths, response_lengths, strict=True))
-    places: list[list[torch.Tensor]] = [[] for _ in range(size)]
-    first = 0
-    for total, response in lengths:
-        for owner in range(size):
-            offsets = get_logits_and_tokens_offset_with_cp(total, response, cp_rank=owner, cp_size=size)
-            shift = first - (total - response)
-            places[owner] += [torch.arange(start, end) + shift for start, end in offsets.tokens if start < end]
-        first += response
-    positions = [torch.cat([torch.empty(0, dtype=torch.int64), *of_rank]) for of_rank in places]
+    whole, lengths = sum(response_lengths), (total_lengths, response_lengths)
+    positions = [response_rows(*lengths, cp_rank=owner, cp_size=size)[1] for owner in range(size)]
     if size == 1 or len(x) != len(positions[rank]):
         parts = "" if size == 1 else f", of which this rank has {len(positions[rank])}"
-        raise ValueError(f"{len(x)} values for responses of {first} tokens{parts}")
-    if max(map(len, positions)) == first:
+        raise ValueError(f"{len(x)} values for responses of {whole} tokens{parts}")
+    if max(map(len, positions)) == whole:
         # One rank has all tokens. It cannot tell its part from the whole, so it does not gather, and nobody may: the
         # gradient is right, the value is 0 on ranks without a token.
-        return x.new_zeros(first) + x.sum()
+        return x.new_zeros(whole) + x.sum()
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()
-    return gather_responses(x, to_device(positions[rank], x.device), first, group)
+    return gather_responses(x, to_device(positions[rank], x.device), whole, group)
 
 
 def prepare_routed_experts_for_routing_replay(

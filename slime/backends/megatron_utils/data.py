@@ -12,16 +12,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from slime.backends.megatron_utils.cp_utils import (
-    chunk_size_of,
-    get_logits_and_tokens_offset_with_cp,
-    slice_with_cp,
-    zigzag_positions,
-)
+from slime.backends.megatron_utils.cp_utils import chunk_size_of, response_rows, slice_with_cp, zigzag_positions
 from slime.backends.megatron_utils.layers.varlen_attention import note_ends
 from slime.training.micro_batches import image_key
 from slime.utils.accelerator import to_device
@@ -52,7 +46,9 @@ class Packing:
         packed = pack(tokens, self)
         response_lengths = [data["response_lengths"][i] for i in samples]
         total_lengths = [len(sample) for sample in tokens]
-        rows, places, counts = response_rows(total_lengths, response_lengths, self)
+        rows, places, counts = response_rows(
+            total_lengths, response_lengths, cp_rank=self.cp_rank, cp_size=self.cp_size
+        )
         rows, places = (to_device(x, packed["tokens"].device) for x in (rows, places))
         responses = [
             sample[total - response :]
@@ -124,7 +120,9 @@ class Packing:
         for ahead in range(1, self.num_predictions + 1):
             further = [torch.nn.functional.pad(x[ahead:], (0, min(ahead, len(x)))) for x in tokens]
             found["further_tokens"].append(pack(further, self)["tokens"])
-            rows, places = prediction_rows(total_lengths, response_lengths, ahead, self)
+            rows, places, _ = response_rows(
+                total_lengths, response_lengths, cp_rank=self.cp_rank, cp_size=self.cp_size, ahead=ahead
+            )
             found["prediction_rows"].append(rows.to(device))
             found["prediction_places"].append(places.to(device))
         found["prediction_targets"] = [torch.cat(responses)[places] for places in found["prediction_places"]]
@@ -165,61 +163,6 @@ def mrope_positions(
         place, end = place + max(axes[1:]), start + size
     parts.append((torch.arange(length - end) + place).expand(3, -1))
     return torch.cat(parts, dim=1)
-
-
-def response_rows(
-    total_lengths: Sequence[int], response_lengths: Sequence[int], packing: Packing = Packing()
-) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Which rows of this rank's packed logits predict response tokens: row p predicts the token at p + 1.
-
-    Returns:
-        [n] rows; [n] which token of the responses, one after the other, each predicts; [S] how many are each sample's.
-        Without context parallelism n is the sum of R, and the second is 0, 1, 2 ...
-    """
-    if packing.cp_size == 1:
-        # numpy: torch wakes up a thread for each core to repeat a few numbers
-        totals, responses = np.asarray(total_lengths, np.int64), np.asarray(response_lengths, np.int64)
-        place = np.arange(responses.sum())
-        first_rows, first_places = totals.cumsum() - responses - 1, responses.cumsum() - responses
-        row = place + (first_rows - first_places).repeat(responses)
-        return torch.from_numpy(row), torch.from_numpy(place), list(response_lengths)
-    rows, places = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
-    counts = [0] * len(total_lengths)
-    first_row = first_place = 0
-    for i, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
-        found = get_logits_and_tokens_offset_with_cp(total, response, cp_rank=packing.cp_rank, cp_size=packing.cp_size)
-        for number, (chunk, logits) in enumerate(zip(found.chunks, found.logits, strict=True)):
-            if logits[0] < logits[1]:
-                positions = torch.arange(*logits)
-                rows.append(first_row + number * found.chunk_size + positions - chunk[0])
-                places.append(first_place + positions + 1 - (total - response))
-                counts[i] += len(positions)
-        first_row += 2 * found.chunk_size
-        first_place += response
-    return torch.cat(rows), torch.cat(places), counts
-
-
-def prediction_rows(
-    total_lengths: Sequence[int], response_lengths: Sequence[int], ahead: int, packing: Packing = Packing()
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `response_rows`, where row p predicts the token at p + 1 + `ahead`, without the counts.
-
-    A response token that has fewer than 1 + `ahead` tokens before it is predicted nowhere.
-    """
-    rows, places = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
-    first_row = first_place = 0
-    for total, response in zip(total_lengths, response_lengths, strict=True):
-        chunk = total if packing.cp_size == 1 else chunk_size_of(total, packing.cp_size)
-        owned = (0,) if packing.cp_size == 1 else (packing.cp_rank, 2 * packing.cp_size - 1 - packing.cp_rank)
-        first, end = max(total - response - 1 - ahead, 0), total - 1 - ahead
-        for number, index in enumerate(owned):
-            start, stop = max(first, index * chunk), min(end, (index + 1) * chunk)
-            positions = torch.arange(start, max(start, stop))
-            rows.append(first_row + (number - index) * chunk + positions)
-            places.append(first_place + positions + 1 + ahead - (total - response))
-        first_row += len(owned) * chunk
-        first_place += response
-    return torch.cat(rows), torch.cat(places)
 
 
 def pack(tokens: Sequence[torch.Tensor], packing: Packing = Packing()) -> MicroBatch:

@@ -27,8 +27,7 @@ from slime.algorithms.advantages import Advantages, subtract_teacher
 from slime.algorithms.log_probs import Sampling, calculate_log_probs_and_entropy
 from slime.algorithms.losses import Aggregation, Reducer, clipped_value_loss, zero_masked
 from slime.algorithms.policy import Bounds, Corrected, LossAndMetrics, PolicyLoss
-from slime.backends.megatron_utils.cp_utils import gather_responses, whole_micro_batch
-from slime.backends.megatron_utils.data import Packing, response_rows
+from slime.backends.megatron_utils.cp_utils import gather_responses, response_rows, whole_micro_batch
 from slime.config.args import Args
 from slime.training.reports import pack_report
 from slime.utils.misc import hook_args, load_function
@@ -202,8 +201,8 @@ def get_responses(
         total_lengths, response_lengths: of each sample.
         apply_temperature: divide the logits by --rollout-temperature.
     """
-    place = (parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
-    rows, places, counts = response_rows(total_lengths, response_lengths, Packing(1, *place))
+    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    rows, places, counts = response_rows(total_lengths, response_lengths, cp_rank=rank, cp_size=size)
     lengths = zip(unconcat_tokens, total_lengths, response_lengths, strict=True)
     tokens = torch.cat([sample[total - response : total] for sample, total, response in lengths])
     temperature = args.rollout_temperature if apply_temperature else 1.0
