@@ -135,14 +135,18 @@ class RawTensors:
         Raises:
             UsageError: there is none of that name, or its file is cut off.
         """
-        (dtype, shape), file = self.info(name), self.file_of[name]
-        start = self._header(file).data_start + self._entry(name)["data_offsets"][0]
+        (dtype, shape), (file, start) = self.info(name), self.place(name)
         if rows is not None:
             row_bytes = prod(shape[1:]) * dtype.itemsize
             start, shape = start + rows[0] * row_bytes, (rows[1] - rows[0], *shape[1:])
         tensor = torch.empty(shape, dtype=dtype)
-        read_into(tensor, self.root / file, start)
+        read_into(tensor, file, start)
         return tensor
+
+    def place(self, name: str) -> tuple[Path, int]:
+        """The file of a tensor, and the byte at which it begins there."""
+        entry, file = self._entry(name), self.file_of[name]
+        return self.root / file, self._header(file).data_start + entry["data_offsets"][0]
 
     def _entry(self, name: str) -> Mapping[str, Any]:
         if name not in self.file_of:

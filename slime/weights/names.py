@@ -91,26 +91,6 @@ def check_names(told_by: Path, names: Iterable[Any]) -> None:
             raise ValueError(f"{told_by} names the file {name!r}, which is not in its directory: do not trust it")
 
 
-def what_is_wrong(directory: Path) -> str | None:
-    """Why not every tensor that a directory's index names can be read from its files; None when all can."""
-    try:
-        index = read_index(directory)
-        for name in sorted(set(index["weight_map"].values())):
-            header, size = read_header(directory / name), (directory / name).stat().st_size
-            if size != header.file_bytes:
-                return f"{directory / name} has {size} bytes instead of {header.file_bytes}"
-            missing = [one for one, file in index["weight_map"].items() if file == name and one not in header.tensors]
-            if missing:
-                return f"{directory / name} lacks {len(missing)} tensors of the index, such as {missing[0]}"
-    except OSError as error:
-        return f"{error.filename} cannot be read: {error.strerror}"
-    except ValueError as error:
-        return str(error)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:  # JSON, but of another form
-        return f"{directory} has a damaged header or index ({type(error).__name__}: {error})"
-    return None
-
-
 def files_of(directory: Path) -> Iterator[Path]:
     """The files that the index of a directory names, in order."""
     for name in sorted(set(read_index(directory)["weight_map"].values())):

@@ -203,10 +203,10 @@ def lose_the_manifest(version: Path) -> None:
 SPOILT = {
     flip_a_bit: "model-00003-of-00003.safetensors is not what was written",
     lose_the_manifest: "manifest.json cannot be read",
-    cut_short: "has 127 bytes instead of 128",
-    lose_a_file: "cannot be read: No such file",
+    cut_short: "has 127 bytes, but 128 were written",
+    lose_a_file: "safetensors is missing",
     lose_everything: "there is no .*weight_v000001 on this host; is its parent the same directory",
-    garble: "Expecting value",
+    garble: "bytes, but 128 were written",
 }
 
 

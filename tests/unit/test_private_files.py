@@ -15,13 +15,14 @@ import torch
 
 from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter
 from slime.backends.sglang_utils import engine_patches
-from slime.backends.sglang_utils.disk_weights import LocalCheckpoint, RefusedError
+from slime.backends.sglang_utils.disk_weights import LocalCheckpoint
 from slime.backends.sglang_utils.launch_server import hidden, write_launch_file
 from slime.checkpoints.rollout_files import samples_path, save_dump
 from slime.observability.rollout_records.recorder import write_samples
 from slime.observability.run_events import RunEvents
 from slime.observability.trackers import FOLDER, RUN_FILE, write_json
 from slime.processes.directories import READABLE, make_own_directory, open_new, use_private_temp_dir
+from slime.utils.errors import UsageError
 from slime.utils.types import Sample
 
 
@@ -128,7 +129,7 @@ def test_weights_are_not_kept_where_others_can_replace_them(tmp_path: Path) -> N
     index = {"metadata": {"run": "a", "id": "b"}, "weight_map": {}}
     (version / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "local").mkdir()  # by anybody, under this umask
-    with pytest.raises(RefusedError, match=r"dir .*/local: other users have access .*0777.*replace the weights"):
+    with pytest.raises(UsageError, match=r"dir .*/local: other users have access .*0777.*replace the weights"):
         LocalCheckpoint(tmp_path / "local").bring_to(version)
 
 

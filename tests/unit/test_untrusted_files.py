@@ -22,7 +22,7 @@ from slime.checkpoints.paths import TRACKER_FILE, check_names, read_metadata
 from slime.config.megatron.arguments import checkpoint_shape_problems
 from slime.conversion.reader import RawTensors
 from slime.utils.errors import UsageError
-from slime.weights.names import INDEX_FILE, read_index, what_is_wrong
+from slime.weights.names import INDEX_FILE, read_index
 from tools.inspect_checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -46,7 +46,6 @@ def test_an_index_that_leads_out_of_its_directory_is_refused(name: object, tmp_p
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"w": name}}))
     with pytest.raises(ValueError, match="not in its directory: do not trust it"):
         read_index(tmp_path)
-    assert "do not trust it" in str(what_is_wrong(tmp_path))
     with pytest.raises(UsageError, match="do not trust it"):
         RawTensors(tmp_path)
 

@@ -374,8 +374,8 @@ def damage_the_copy(version: Path, world: World) -> None:
 REFUSED = {
     flip_a_bit: "model.safetensors is not what was written",
     flip_a_bit_and_sign: "the delta of layer.1.weight in .* is damaged|layer.1.weight has xxh3-128",
-    lose_the_file: "cannot be read: No such file",
-    cut: "bytes instead of",
+    lose_the_file: "safetensors is missing",
+    cut: "bytes, but",
     change_the_checksum: "layer.1.weight has xxh3-128 [0-9a-f]{32} after the delta of .*, and had 0{32} at the t",
     lose_the_copy: "is a delta from version 1, but .* holds no whole version: a version is missing there",
     miss_a_version: "is a delta from version 4, but .* holds 1: a version is missing there",

@@ -40,10 +40,13 @@ from slime.checkpoints.paths import MANIFEST_FILE
 from slime.checkpoints.paths import what_is_wrong as manifest_problem
 from slime.processes.directories import make_own_directory
 from slime.processes.wait import lock_file
-from slime.weights.names import files_of, read_header, read_index, what_is_wrong, with_partners
+from slime.utils.errors import UsageError
+from slime.weights.names import files_of, read_header, read_index, with_partners
 
 if TYPE_CHECKING:
     import torch
+
+    from slime.conversion.reader import RawTensors
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +56,6 @@ FLAG = "--update-weight-local-checkpoint-dir"
 MAX_THREADS = 16
 PIECE = 2**20
 """Bytes of a tensor that are changed at a time; elements are not cut."""
-_ITEMSIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-"""Of the dtypes of safetensors; those of one byte are left out."""
 LOCK_DEADLINE_S = 1800.0  # another engine of the node copies a whole checkpoint
 _held: dict[Path, IO[str]] = {}
 """Root -> the file whose lock says that an engine of this process uses it."""
@@ -119,7 +120,7 @@ def load(
     Returns:
         what is wrong, on this rank or on another; None when every rank has loaded all of it.
     """
-    problem = agreed(_missing(directory) or what_is_wrong(directory))
+    problem = agreed(_missing(directory))
     problem = problem or agreed(_changed(directory, local_dir))
     source = directory
     if problem is None and local_dir is not None:
@@ -179,15 +180,15 @@ def bring_copy(directory: Path, local_dir: Path) -> str | None:
     Returns:
         what is wrong; None when the copy is there.
     """
-    return _missing(directory) or what_is_wrong(directory) or _brought(directory, local_dir)
+    return _missing(directory) or _brought(directory, local_dir)
 
 
 def _brought(directory: Path, local_dir: Path) -> str | None:
     try:
         LocalCheckpoint(local_dir).bring_to(directory)
-    except (RefusedError, OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError) as error:
         logger.exception("%s was refused", directory)
-        return str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
+        return str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
     return None
 
 
@@ -199,8 +200,9 @@ def _changed(directory: Path, local_dir: Path | None) -> str | None:
 
 
 def _missing(directory: Path) -> str | None:
+    """Why a version is not here as a whole, going by the sizes of its files."""
     if directory.is_dir():
-        return None
+        return manifest_problem(directory / MANIFEST_FILE, "sizes")
     return f"there is no {directory} on this host; is its parent the same directory as on the trainer's?"
 
 
@@ -242,10 +244,6 @@ def agreed(problem: str | None) -> str | None:
     return next(filter(None, found), None)
 
 
-class RefusedError(RuntimeError):
-    """A version that this host cannot take; the message says why."""
-
-
 class LocalCheckpoint:
     """The copy below one directory.
 
@@ -269,14 +267,14 @@ class LocalCheckpoint:
             the HF directory of the copy.
 
         Raises:
-            RefusedError: it cannot be brought there.
+            UsageError: it cannot be brought there.
         """
         wanted = read_index(version_dir)["metadata"]
         self.root.parent.mkdir(parents=True, exist_ok=True)
         try:
             make_own_directory(self.root.resolve(), forbidden=0o022)
         except PermissionError as error:
-            raise RefusedError(
+            raise UsageError(
                 f"{FLAG} {self.root}: {error}, who could replace the weights; give a directory that only you can write"
             ) from None
         with (self.root / ".lock").open("a") as lock:
@@ -290,7 +288,7 @@ class LocalCheckpoint:
         """Use the copy for a run from now on, unless engines of another run do, or it is none of ours."""
         users = self.root / ".users"
         if self.directory.exists() and not users.exists():
-            raise RefusedError(
+            raise UsageError(
                 f"{self.directory} would be overwritten, and no run of slime has made it; give another {FLAG}"
             )
         file = _held.get(self.root) or users.open("a")
@@ -298,7 +296,7 @@ class LocalCheckpoint:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise RefusedError(
+                raise UsageError(
                     f"{FLAG} {self.root} is in use by the engines of another run; give each run a directory of its own"
                 ) from None
             self._set_state(run)
@@ -311,7 +309,7 @@ class LocalCheckpoint:
             held = state.get("version") or "no whole version"
             if held == base:
                 held = f"another version {base}"
-            raise RefusedError(
+            raise UsageError(
                 f"{version_dir} is a delta from version {base}, but {self.root} holds {held}: a version is missing "
                 "there"
             )
@@ -321,7 +319,7 @@ class LocalCheckpoint:
             try:
                 shutil.copytree(version_dir, self.directory)
             except OSError as error:
-                raise RefusedError(f"{version_dir} cannot be copied to {FLAG} {self.root}: {error}") from None
+                raise UsageError(f"{version_dir} cannot be copied to {FLAG} {self.root}: {error}") from None
             _check(self.directory)
             (self.directory / MANIFEST_FILE).unlink()  # deltas change what it is about
         else:
@@ -331,12 +329,14 @@ class LocalCheckpoint:
 
     def _apply(self, version_dir: Path, wanted: dict[str, Any]) -> None:
         """Change every tensor of a delta in its file."""
-        places = Places(self.directory)
+        from slime.conversion.reader import RawTensors
+
+        copy = RawTensors(self.directory, flag=FLAG)
         headers = {file: read_header(file) for file in files_of(version_dir)}
         deltas = [(file, header, name) for file, header in headers.items() for name in header.tensors]
-        deltas.sort(key=lambda delta: places.size_of(delta[2]), reverse=True)  # the largest is not begun last
+        deltas.sort(key=lambda delta: copy.info(delta[2]).num_bytes, reverse=True)  # the largest is not begun last
         with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="delta") as threads:
-            tasks = {delta[2]: threads.submit(_apply_one, *delta, places, wanted) for delta in deltas}
+            tasks = {delta[2]: threads.submit(_apply_one, *delta, copy, wanted) for delta in deltas}
             found = {name: task.result() for name, task in tasks.items()}
         self._list(found, wanted["id"])
 
@@ -372,43 +372,10 @@ class LocalCheckpoint:
 
 def _check(directory: Path) -> None:
     if problem := manifest_problem(directory / MANIFEST_FILE):
-        raise RefusedError(problem)
+        raise UsageError(problem)
 
 
-class Places:
-    """Where the tensors of an HF directory lie in its files."""
-
-    def __init__(self, directory: Path) -> None:
-        self._file_of = {name: directory / file for name, file in read_index(directory)["weight_map"].items()}
-        self._headers = {file: read_header(file) for file in set(self._file_of.values())}
-
-    def size_of(self, name: str) -> int:
-        """Bytes of a tensor.
-
-        Raises:
-            RefusedError: there is no such tensor.
-        """
-        start, end = self._entry_of(name)["data_offsets"]
-        return int(end - start)
-
-    def _entry_of(self, name: str) -> Any:
-        if name not in self._file_of:
-            raise RefusedError(f"there is no tensor {name} in the local checkpoint")
-        return self._headers[self._file_of[name]].tensors[name]
-
-    def of(self, name: str) -> tuple[Path, int, int]:
-        """(the file of a tensor, where it begins there, bytes of an element).
-
-        Raises:
-            RefusedError: there is no such tensor.
-        """
-        entry = self._entry_of(name)
-        file = self._file_of[name]
-        start = self._headers[file].data_start + entry["data_offsets"][0]
-        return file, start, _ITEMSIZES.get(entry["dtype"], 1)
-
-
-def _apply_one(delta_file: Path, header: Any, name: str, places: Places, wanted: dict[str, Any]) -> Any:
+def _apply_one(delta_file: Path, header: Any, name: str, copy: RawTensors, wanted: dict[str, Any]) -> Any:
     """Change one tensor in its file, a piece after the other: memory that is used again is in the caches.
 
     Returns:
@@ -422,24 +389,24 @@ def _apply_one(delta_file: Path, header: Any, name: str, places: Places, wanted:
     with delta_file.open("rb") as stream:
         stream.seek(header.data_start + start)
         delta = stream.read(end - start)
-    file, begin, itemsize = places.of(name)
-    size, digest, buffer = places.size_of(name), hasher(wanted["checksum_format"]), np.empty(PIECE, np.uint8)
+    (file, begin), info = copy.place(name), copy.info(name)
+    size, digest, buffer = info.num_bytes, hasher(wanted["checksum_format"]), np.empty(PIECE, np.uint8)
     try:
-        changes = Changes(delta, size, itemsize=itemsize, encoding=wanted["delta_encoding"])
+        changes = Changes(delta, size, itemsize=info.dtype.itemsize, encoding=wanted["delta_encoding"])
         with file.open("r+b", buffering=0) as data:
             for at in range(0, size, PIECE):
                 piece = buffer[: min(PIECE, size - at)]
                 if os.preadv(data.fileno(), [piece.data], begin + at) != piece.size:
-                    raise RefusedError(f"{file} ends within {name}")
+                    raise OSError(f"{file} ends within {name}")
                 changes.apply(at, piece)
                 digest.update(piece)
                 if os.pwrite(data.fileno(), piece.data, begin + at) != piece.size:
-                    raise RefusedError(f"{file} took a part of {name} only")
+                    raise OSError(f"{file} took a part of {name} only")
         changes.finish()
     except ValueError as error:
-        raise RefusedError(f"the delta of {name} in {delta_file} is damaged: {error}") from None
+        raise UsageError(f"the delta of {name} in {delta_file} is damaged: {error}") from None
     if digest.hexdigest() != header.metadata.get(name):
-        raise RefusedError(
+        raise UsageError(
             f"{name} has {wanted['checksum_format']} {digest.hexdigest()} after the delta of {delta_file}, and had "
             f"{header.metadata.get(name)} at the trainer"
         )
