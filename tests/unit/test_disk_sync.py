@@ -28,8 +28,9 @@ from slime.backends.sglang_utils.engine_client import DirectEngine, EngineContac
 from slime.checkpoints import paths
 from slime.checkpoints.paths import MANIFEST_FILE
 from slime.config.rules.files import check_weight_dir
+from slime.conversion import writer
 from slime.utils import http_utils
-from slime.weights.names import INDEX_FILE, what_is_wrong
+from slime.weights.names import INDEX_FILE
 from slime.weights.transports import WeightDir, why_not_ours
 from tests.unit.disk_sync_world import NAMES, FileEngine, World
 from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
@@ -66,7 +67,7 @@ def test_a_version_is_a_whole_hf_directory_with_the_weights_as_they_are(world: W
     for name, tensor in world.weights.items():
         assert stored[name].dtype == torch.float32, "the trainer's precision, though the config says bfloat16"
         assert torch.equal(stored[name], tensor)
-    assert what_is_wrong(version) is None
+    assert paths.what_is_wrong(version / MANIFEST_FILE) is None
 
 
 def test_files_are_written_before_the_pause_and_gone_after_the_engines_have_them(world: World) -> None:
@@ -118,7 +119,7 @@ def test_the_name_appears_when_every_file_is_on_the_disk(world: World, monkeypat
         assert (world.shared / "weight_v000001").exists() == (path == world.shared)
         to_disk(path)
 
-    for module in (hf_export, paths):
+    for module in (hf_export, paths, writer):
         monkeypatch.setattr(module, "to_disk", watch)
     world.updater(FileEngine()).update()
     assert synced[-2:] == ["weight_v000001.partial", "shared"], "its entries, then the entry of its name"
@@ -271,7 +272,7 @@ CALLED: list[tuple[Any, str, list[Any]]] = []
 
 def remember(args: Any, version_dir: str, rollout_engines: list[Any]) -> None:
     CALLED.append((args, version_dir, rollout_engines))
-    assert what_is_wrong(Path(version_dir)) is None, "it is complete"
+    assert paths.what_is_wrong(Path(version_dir, MANIFEST_FILE)) is None, "it is complete"
     assert not rollout_engines[0].calls, "no engine has been paused for it"
 
 

@@ -11,7 +11,7 @@ import json
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,15 @@ from safetensors.torch import save_file
 from slime.checkpoints.paths import MANIFEST_FILE, entries_of, to_disk, write_manifest
 from slime.config.args import Args
 from slime.conversion.reader import config_dtype
-from slime.conversion.writer import SHARD_BYTES, copy_assets
+from slime.conversion.writer import SHARD_BYTES, copy_assets, partial_of, put_in_place, shard_names
 from slime.training.resume import DiskFull
 from slime.utils.distributed_utils import barrier, gathered
 from slime.utils.errors import UsageError, is_of_full_disk
 from slime.weights.formats import BLOCK_SUFFIX, TENSOR_SUFFIX
-from slime.weights.names import INDEX_FILE, SINGLE_FILE, is_of_other_part, text_config
+from slime.weights.names import INDEX_FILE, is_of_other_part, text_config
 from slime.weights.quantization import E4M3
 
+T = TypeVar("T")
 _SCALES = (BLOCK_SUFFIX, TENSOR_SUFFIX)  # int4's are called as those of fp8 by tensor
 
 
@@ -45,53 +46,47 @@ def save_hf(args: Args, model: Any, path: str | Path) -> None:
 
     check_output(path, args.hf_checkpoint)
     copies = _copies_in_predictions(args) if args.mtp_num_layers else {}
-    writer = _GivesWay(path, args.hf_checkpoint) if dist.get_rank() == 0 else None
-    written: set[str] = set()
+    steps, written = UntilFirstError(OSError, SafetensorError), set[str]()
+    writer = steps.do(HfWriter, path, args.hf_checkpoint) if dist.get_rank() == 0 else None
     for bucket in iter_hf_buckets(args, model, buffer_size=args.update_weight_buffer_size):
         if writer is not None:
-            writer.add(bucket)
+            steps.do(writer.add, bucket)
             written |= {name for name, _ in bucket}
-            writer.add((copy, tensor) for name, tensor in bucket for copy in copies.get(name, ()))
+            steps.do(writer.add, [(copy, tensor) for name, tensor in bucket for copy in copies.get(name, ())])
     if writer is not None:
-        writer.add(_of_other_parts(args.hf_checkpoint, written))
-        writer.finish()
+        steps.do(writer.add, _of_other_parts(args.hf_checkpoint, written))
+        steps.do(writer.finish)
+        if steps.error is not None:
+            writer.discard()
+    if steps.error is not None and not is_of_full_disk(steps.error):
+        raise steps.error
     barrier(f"the HF export {path}")
-    if problem := gathered(writer.problem if writer is not None else None)[0]:
+    if problem := gathered(str(steps.error) if steps.error is not None else None)[0]:
         raise DiskFull(f"{Path(path).parent} became full: {problem[:200]}")
 
 
-class _GivesWay:
-    """An `HfWriter` of rank 0 that a full disk ends, not the other ranks, which help to gather until the last tensor.
+class UntilFirstError:
+    """What the rank that writes does, up to its first error; the others help to gather until the last tensor.
 
     Args:
-        path, assets_from: as of `HfWriter`.
+        kinds: of errors that are kept; others pass.
+
+    Attributes:
+        error: the first one.
     """
 
-    def __init__(self, path: str | Path, assets_from: str) -> None:
-        self.problem: str | None = None
-        self._writer: HfWriter | None = None
-        self._try(lambda: setattr(self, "_writer", HfWriter(path, assets_from)))
+    def __init__(self, *kinds: type[Exception]) -> None:
+        self._kinds = kinds
+        self.error: Exception | None = None
 
-    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """As of `HfWriter`."""
-        if (writer := self._writer) is not None:
-            self._try(lambda: writer.add(tensors))
-
-    def finish(self) -> None:
-        """As of `HfWriter`."""
-        if (writer := self._writer) is not None:
-            self._try(writer.finish)
-
-    def _try(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except (OSError, SafetensorError) as error:
-            if not is_of_full_disk(error):
-                raise
-            self.problem = str(error)
-            if self._writer is not None:
-                self._writer.discard()
-                self._writer = None
+    def do(self, action: Callable[..., T], *values: Any) -> T | None:
+        """Return what the action returns; None where it or one before it has failed."""
+        if self.error is None:
+            try:
+                return action(*values)
+            except self._kinds as error:
+                self.error = error
+        return None
 
 
 def _copies_in_predictions(args: Args) -> dict[str, list[str]]:
@@ -148,7 +143,7 @@ class HfWriter:
         has_manifest: bool = False,
     ) -> None:
         self._path = Path(path)
-        self._partial = self._path.with_name(self._path.name + ".partial")
+        self._partial = partial_of(self._path)
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
         self._dtype: torch.dtype | None = None
@@ -194,9 +189,7 @@ class HfWriter:
             files = []
         for path in (*files, *(path for path in self._partial.rglob("*") if path.is_dir()), self._partial):
             to_disk(path)
-        shutil.rmtree(self._path, ignore_errors=True)
-        self._partial.rename(self._path)
-        to_disk(self._path.parent)
+        put_in_place(self._partial, self._path, replaces=True)
 
     @property
     def num_bytes(self) -> int:
@@ -223,13 +216,11 @@ class HfWriter:
 
     def _name_shards(self) -> None:
         """Shards are called 1 of N, and N is known only now; one shard needs no index."""
-        num_shards = len(self._shards)
         weight_map: dict[str, str] = {}
-        for i, names in enumerate(self._shards):
-            file = SINGLE_FILE if num_shards == 1 else f"model-{i + 1:05d}-of-{num_shards:05d}.safetensors"
+        for i, (file, names) in enumerate(zip(shard_names(len(self._shards)), self._shards, strict=True)):
             (self._partial / f"shard-{i}").rename(self._partial / file)
             weight_map |= dict.fromkeys(names, file)
-        if num_shards > 1 or self._index_metadata is not None:
+        if len(self._shards) > 1 or self._index_metadata is not None:
             metadata = {"total_size": self._total_bytes, **(self._index_metadata or {})}
             index = {"metadata": metadata, "weight_map": weight_map}
             (self._partial / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter
+from slime.backends.megatron_utils.checkpoint.hf_export import HfWriter, UntilFirstError
 from slime.backends.megatron_utils.update_weight.base import WeightSyncError, WeightUpdater
 from slime.backends.megatron_utils.update_weight.buckets import check_versions
 from slime.config.args import Args
@@ -139,20 +139,23 @@ class DiskWeightUpdater(WeightUpdater):
 
     def _write_files(self, path: Path) -> WeightSyncError | None:
         """Every rank goes through all buckets, whatever fails on the way; the source rank writes them."""
-        writer: HfWriter | None = None
-        error: WeightSyncError | None = None
-        if self.is_source:
-            writer, error = self._unless_failed(lambda: self._new_writer(path))
+        steps = UntilFirstError(WeightSyncError, OSError, SafetensorError)
+        writer = steps.do(self._new_writer, path) if self.is_source else None
         for bucket in self._buckets():
-            if writer is not None and error is None:
-                _, error = self._unless_failed(lambda bucket=bucket: writer.add(bucket))  # type: ignore[misc]
-        if writer is not None and error is None:
-            _, error = self._unless_failed(writer.finish)
+            if writer is not None:
+                steps.do(writer.add, bucket)
         if writer is not None:
+            steps.do(writer.finish)
             self._note(writer)
-            if error is not None:
+            if steps.error is not None:
                 writer.discard()
-        return error
+        if steps.error is None or isinstance(steps.error, WeightSyncError):
+            return steps.error
+        message = (
+            f"weight sync {self.weight_version} could not be written to {FLAG} {self._dir.root}: {steps.error}; free "
+            "some space there, or give another directory"
+        )
+        return WeightSyncError(message, is_final=True)
 
     def _note(self, writer: HfWriter) -> None:
         """Remember what there is to say of a version."""
@@ -175,19 +178,6 @@ class DiskWeightUpdater(WeightUpdater):
             "index_metadata": self._index_metadata(),
             "has_manifest": True,
         }
-
-    def _unless_failed(self, action: Callable[[], Any]) -> tuple[Any, WeightSyncError | None]:
-        """(what it returns, None), or (None, what was wrong with the disk)."""
-        try:
-            return action(), None
-        except WeightSyncError as error:
-            return None, error
-        except (OSError, SafetensorError) as error:
-            message = (
-                f"weight sync {self.weight_version} could not be written to {FLAG} {self._dir.root}: {error}; free "
-                "some space there, or give another directory"
-            )
-            return None, WeightSyncError(message, is_final=True)
 
     def _call_hook(self, path: str) -> None:
         """Every rank calls it, and learns whether it failed on one."""
