@@ -25,9 +25,8 @@ from slime.backends.sglang_utils.external import ExternalEngine
 from slime.backends.sglang_utils.server_control import Probe, Worker
 from slime.config.args import Args
 from slime.processes.wait import WaitTimeout, wait
-from slime.ray.rollout.seats import GroupOfOne, Seat
 from slime.ray.rollout.server_group import START_DEADLINE_S
-from slime.ray.rollout.servers import ModelServers, RolloutServers
+from slime.ray.rollout.servers import GroupOfOne, ModelServers, RolloutServers, Seat
 from slime.ray.rollout.watches import EngineWatch, LastHour
 from slime.ray.utils import ActorFailure, get
 from slime.utils.errors import HttpError, UsageError
@@ -66,10 +65,7 @@ class Replacements:
         self._is_spent = False
         self._last_failure = ""
         self.count = 0  # How often an engine was lost or replaced.
-        self.lost = 0
-        self.replaced = 0
-        self.joined = 0
-        self.left = 0
+        self._counts = dict.fromkeys(("lost", "replaced", "joined", "left"), 0)
         self._at_the_door: list[Seat] = []  # Guests, until the driver lets them in.
         self._models = servers.models
         self.watch = EngineWatch(
@@ -97,13 +93,8 @@ class Replacements:
     def metrics(self) -> dict[str, float]:
         """Engines that serve now; losses and replacements since the start."""
         serving = len(self.urls()) - len(self._waiting)
-        return {
-            "rollout/engines": float(serving),
-            "rollout/engines_lost": float(self.lost),
-            "rollout/engines_replaced": float(self.replaced),
-            "rollout/engines_joined": float(self.joined),
-            "rollout/engines_left": float(self.left),
-        }
+        of_kinds = {f"rollout/engines_{what}": float(count) for what, count in self._counts.items()}
+        return {"rollout/engines": float(serving), **of_kinds}
 
     # ---- guests (--elastic-rollout)
 
@@ -134,7 +125,7 @@ class Replacements:
                 elif seat.group is not None and seat.kind is not None:
                     seat.model.groups = [*seat.model.groups, (seat.kind, seat.group)]
             self.count += len(guests)
-            self.joined += len(guests)
+            self._counts["joined"] += len(guests)
             self._seats += guests
             self._waiting += guests
             return [seat.engine for seat in self._waiting if seat.takes_weights and not seat.is_lost]
@@ -161,7 +152,7 @@ class Replacements:
     def _show_out(self, seat: Seat) -> None:
         assert seat.worker is not None
         self.count += 1
-        self.left += 1
+        self._counts["left"] += 1
         self._seats = [other for other in self._seats if other is not seat]
         self._waiting = [other for other in self._waiting if other is not seat]
         model = seat.model
@@ -207,7 +198,7 @@ class Replacements:
                 return
             seat.is_lost = True
             self.count += 1
-            self.lost += 1
+            self._counts["lost"] += 1
             if seat in self._waiting:  # lost again before it served
                 self._waiting.remove(seat)
             if seat.is_guest:
@@ -274,7 +265,7 @@ class Replacements:
         seats += self._start([seat for seat in lost if seat.external is None])
         if seats:
             self.count += 1
-            self.replaced += len(seats)
+            self._counts["replaced"] += len(seats)
             self._waiting += seats
         return seats
 

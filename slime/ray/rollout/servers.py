@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from slime.processes.wait import WaitTimeout
 from slime.ray.placement import Slot
 from slime.ray.rollout.router import Router, RouterAddress
 from slime.ray.rollout.server_group import START_DEADLINE_S, ServerGroup, nodes_of_engine, threads_per_engine
-from slime.ray.utils import ActorFailure, get, node_address
+from slime.ray.utils import get, node_address
 from slime.utils.errors import HttpError, UsageError
 from slime.utils.http.api_keys import key_of, protect_engine
 from slime.utils.misc import url_host
@@ -43,6 +44,10 @@ REMOVE_TIMEOUT_S = 5.0
 MEMORY_DEADLINE_S = FLUSH_DEADLINE_S + MEMORY_TIMEOUT_S + 30.0
 CHECK_DEADLINE_S = 600.0
 CONTINUE_DEADLINE_S = 30.0
+
+
+GroupOfOne = tuple[EngineGroupPlan, ServerGroup]
+"""A guest that the run started itself, on a new node."""
 
 
 class ModelServers:
@@ -138,6 +143,32 @@ class ModelServers:
             group.shutdown()
 
 
+@dataclass(eq=False)
+class Seat:
+    """One engine's place, whoever is in it: the place `index` of a group of ours, or an engine of somebody else's."""
+
+    model: ModelServers
+    takes_weights: bool
+    worker: Worker | None
+    group: ServerGroup | None = None
+    index: int = 0
+    kind: EngineGroupPlan | None = None  # Of the group of a guest.
+    external: ExternalEngine | None = None
+    is_guest: bool = False  # It has joined, and nobody takes its place when it is gone.
+    is_lost: bool = False
+    was_without_slots: bool = False  # Its slots were waited for, and did not come.
+
+    @property
+    def engine(self) -> Any:
+        """Who is in it."""
+        return self.external if self.group is None else self.group.engines[self.index]
+
+    @property
+    def is_behind_router(self) -> bool:
+        """Whether we register it with its router; somebody else's router finds somebody else's engines itself."""
+        return self.external is None or self.is_guest or self.model.router.is_ours
+
+
 class RolloutServers:
     """The models of a run; the first one's router is the default."""
 
@@ -166,21 +197,31 @@ class RolloutServers:
         Returns:
             those that did not, and why.
         """
-        return self._of_releasing("release_memory_occupation", "an engine to release its GPU memory")
+        what = "an engine to release its GPU memory"
+        return self._ask(self._releasing, "release_memory_occupation", what, MEMORY_DEADLINE_S)
 
     def resume_memory(self, tags: Sequence[str]) -> list[tuple[Any, Exception]]:
         """Have them take memory of these kinds again; returns as `release_memory`."""
         what = f"an engine to take GPU memory for {', '.join(tags)}"
-        return self._of_releasing("resume_memory_occupation", what, tags)
+        return self._ask(self._releasing, "resume_memory_occupation", what, MEMORY_DEADLINE_S, tags)
 
-    def _of_releasing(self, method: str, what: str, *values: Any) -> list[tuple[Any, Exception]]:
-        engines = [engine for model in self.models for engine in model.releasing(self._args)]
-        refs = [getattr(engine, method).remote(*values) for engine in engines]
-        end, failed = time.monotonic() + MEMORY_DEADLINE_S, list[tuple[Any, Exception]]()
+    @property
+    def _releasing(self) -> list[Any]:
+        return [engine for model in self.models for engine in model.releasing(self._args)]
+
+    def _ask(
+        self, engines: Sequence[Any], method: str, what: str, deadline_s: float, *values: Any
+    ) -> list[tuple[Any, Exception]]:
+        """Have engines do something, ours all at once; returns those that did not, and why."""
+        refs = [None if isinstance(one, ExternalEngine) else getattr(one, method).remote(*values) for one in engines]
+        end, failed = time.monotonic() + deadline_s, list[tuple[Any, Exception]]()
         for engine, ref in zip(engines, refs, strict=True):
             try:
-                get(ref, what, max(0.1, end - time.monotonic()))
-            except (ActorFailure, TimeoutError) as error:
+                if ref is None:
+                    getattr(engine, method)(*values)
+                else:
+                    get(ref, what, max(0.1, end - time.monotonic()))
+            except (RuntimeError, TimeoutError, UsageError) as error:
                 failed.append((engine, error))
         return failed
 
@@ -226,33 +267,22 @@ class RolloutServers:
     def overwrite_weights(self) -> None:
         """Have the engines that take the trainer's weights keep a copy of theirs, and overwrite them with noise; the
         first sync is compared with the copy (--check-weight-update-equal)."""
+        engines = [engine for engine, _ in self.updatable]
         for action in ("snapshot", "reset_tensors"):
-            external = [engine for engine, _ in self.updatable if isinstance(engine, ExternalEngine)]
-            refs = [engine.check_weights.remote(action) for engine, _ in self.updatable if engine not in external]
-            for engine in external:
-                engine.check_weights(action)
-            get(refs, f"the engines' {action} for --check-weight-update-equal", CHECK_DEADLINE_S)
+            what = f"the engines' {action} for --check-weight-update-equal"
+            for _, error in self._ask(engines, "check_weights", what, CHECK_DEADLINE_S, action):
+                raise error
 
     def let_go_on(self) -> None:
         """Have the engines that take the trainer's weights generate again; one that is gone keeps nobody waiting."""
-        for engine, _ in self.updatable:
-            with suppress(RuntimeError, TimeoutError, UsageError):
-                if isinstance(engine, ExternalEngine):
-                    engine.continue_generation()
-                else:
-                    get(engine.continue_generation.remote(), "an engine to go on", CONTINUE_DEADLINE_S)
+        engines = [engine for engine, _ in self.updatable]
+        self._ask(engines, "continue_generation", "an engine to go on", CONTINUE_DEADLINE_S)
 
     def stop_drafts(self) -> None:
         """Have the engines that take the trainer's weights draft no more; one that does not answer is warned of."""
-        for engine, _ in self.updatable:
-            try:
-                if isinstance(engine, ExternalEngine):
-                    if engine.info.drafts:
-                        engine.stop_drafts()
-                else:
-                    get(engine.stop_drafts.remote(), "an engine to stop drafting", CONTINUE_DEADLINE_S)
-            except (RuntimeError, TimeoutError) as error:
-                logger.warning("an engine may still draft: %s", error)
+        engines = [one for one, _ in self.updatable if not isinstance(one, ExternalEngine) or one.info.drafts]
+        for _, error in self._ask(engines, "stop_drafts", "an engine to stop drafting", CONTINUE_DEADLINE_S):
+            logger.warning("an engine may still draft: %s", error)
 
     def shutdown(self) -> None:
         """End the routers and the engines that are ours."""
