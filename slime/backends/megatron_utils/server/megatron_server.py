@@ -39,7 +39,7 @@ from slime.backends.megatron_utils.server.requests import (
     RequestQueue,
     UpdateBody,
     answer_of,
-    request_of,
+    check_request,
 )
 from slime.processes.wait import WaitTimeout, wait
 from slime.utils.errors import HttpError, UsageError
@@ -66,10 +66,10 @@ class Handlers:
         """Score one sequence."""
         started, args = time.monotonic(), self._args
         try:
-            request = request_of(body, vocab_size=args.vocab_size, max_length=args.megatron_server_max_length)
+            check_request(body, vocab_size=args.vocab_size, max_length=args.megatron_server_max_length)
         except UsageError as error:
             raise HTTPException(400, str(error)) from error
-        job = Job(request, num_tokens=len(request.tokens))
+        job = Job(body, num_tokens=len(body.input_ids))
         score = await self._wait(job, args.teacher_request_timeout_s)
         latency = time.monotonic() - started
         return answer_of(body, score, weight_version=self._weight_version, latency_s=latency)

@@ -79,9 +79,10 @@ class GenerateBody(BaseModel):
         length = len(self.input_ids)
         if not 0 <= self.start < length - 1:
             raise ValueError(f"{' and '.join(given)}: of {length} input_ids, 1 to {length - 1} can be scored")
-        if self.label_token_ids is not None and len(self.label_token_ids) != length - 1 - self.start:
-            found, wanted = len(self.label_token_ids), length - 1 - self.start
-            raise ValueError(f"label_token_ids has {found} lists for {wanted} scored tokens")
+        if self.label_token_ids is not None and len(self.label_token_ids) != self.num_scored:
+            raise ValueError(
+                f"label_token_ids has {len(self.label_token_ids)} lists for {self.num_scored} scored tokens"
+            )
         return self
 
     @property
@@ -90,6 +91,18 @@ class GenerateBody(BaseModel):
         if self.response_length is not None:
             return len(self.input_ids) - 1 - self.response_length
         return self.logprob_start_len or 0
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens that get a log-prob."""
+        return len(self.input_ids) - 1 - self.start
+
+    @property
+    def labels(self) -> list[list[int]] | None:
+        """Per scored token, those that get one in its place; None: none were asked for."""
+        if self.token_ids_logprob is not None:
+            return [self.token_ids_logprob] * self.num_scored
+        return self.label_token_ids
 
 
 class UpdateBody(BaseModel):
@@ -104,25 +117,6 @@ class UpdateBody(BaseModel):
     """Name of the new weights in answers; default: the old number plus one."""
 
 
-@dataclass(frozen=True)
-class ScoreRequest:
-    """One sequence to score; plain values, which travel between ranks."""
-
-    tokens: list[int]
-    start: int
-    """Tokens behind this position are scored."""
-    top_n: int = 0
-    label_ids: list[list[int]] | None = None
-    """Per scored token."""
-    sample_n: int = 0
-    seed: int = 0
-
-    @property
-    def num_scored(self) -> int:
-        """Tokens that get a log-prob."""
-        return len(self.tokens) - 1 - self.start
-
-
 @dataclass
 class Score:
     """What the model says about one sequence, per scored token."""
@@ -133,8 +127,8 @@ class Score:
     samples: Alternatives = field(default_factory=list)
 
 
-def request_of(body: GenerateBody, *, vocab_size: int, max_length: int) -> ScoreRequest:
-    """The request of a body.
+def check_request(body: GenerateBody, *, vocab_size: int, max_length: int) -> None:
+    """See that the model has what a body asks for.
 
     Args:
         body: of POST /generate.
@@ -142,19 +136,15 @@ def request_of(body: GenerateBody, *, vocab_size: int, max_length: int) -> Score
         max_length: most tokens of a sequence; 0 = any number.
 
     Raises:
-        UsageError: what is asked for is not in this model.
+        UsageError: it has not.
     """
-    labels = body.label_token_ids
-    if body.token_ids_logprob is not None:
-        labels = [body.token_ids_logprob] * (len(body.input_ids) - 1 - body.start)
     if max_length and len(body.input_ids) > max_length:
         raise UsageError(f"input_ids has {len(body.input_ids)} tokens; --megatron-server-max-length is {max_length}")
-    largest = max(max(ids, default=0) for ids in (body.input_ids, *(labels or ())))
+    largest = max(max(ids, default=0) for ids in (body.input_ids, *(body.labels or ())))
     if largest >= vocab_size:
         raise UsageError(f"token id {largest} is not in the teacher's vocabulary of {vocab_size}")
     if body.top_logprobs_num > vocab_size:
         raise UsageError(f"top_logprobs_num {body.top_logprobs_num} exceeds the vocabulary of {vocab_size}")
-    return ScoreRequest(body.input_ids, body.start, body.top_logprobs_num, labels, body.sample_n, body.sample_seed)
 
 
 def answer_of(body: GenerateBody, score: Score, *, weight_version: str, latency_s: float) -> dict[str, Any]:
@@ -328,7 +318,7 @@ class ModelLoop:
         finally:
             self.num_running = 0
 
-    def _run(self, work: list[ScoreRequest] | Update) -> Sequence[Any]:
+    def _run(self, work: list[GenerateBody] | Update) -> Sequence[Any]:
         if isinstance(work, list):
             return self._scorer.score(work)
         self._scorer.update_weights(*work)

@@ -19,7 +19,7 @@ from slime.backends.megatron_utils.model.model_weights import named_tensors
 from slime.backends.megatron_utils.model.setup import build_model
 from slime.backends.megatron_utils.passes.forward import run_model
 from slime.backends.megatron_utils.server.flags import ServerArgs
-from slime.backends.megatron_utils.server.requests import Alternatives, Score, ScoreRequest
+from slime.backends.megatron_utils.server.requests import Alternatives, GenerateBody, Score
 from slime.checkpoints.paths import classify_checkpoint
 from slime.config.megatron.arguments import model_differences
 from slime.utils import accelerator
@@ -70,15 +70,15 @@ class Scorer:
             load_hf_weights(self.args, [self.model], path)
 
     @torch.no_grad()
-    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+    def score(self, requests: Sequence[GenerateBody]) -> list[Score]:
         """Log-probs at temperature 1, and what else is asked for, of sequences packed into one micro-batch."""
         device, args = accelerator.current_device(), self.args
-        tokens = [torch.tensor(request.tokens, device=device) for request in requests]
+        tokens = [torch.tensor(request.input_ids, device=device) for request in requests]
         logits = run_model(self.model, pack(tokens, Packing(args.tensor_model_parallel_size))).squeeze(0)
         rows, first = [], 0
         for request in requests:
-            rows.append(torch.arange(first + request.start, first + len(request.tokens) - 1, device=device))
-            first += len(request.tokens)
+            rows.append(torch.arange(first + request.start, first + len(request.input_ids) - 1, device=device))
+            first += len(request.input_ids)
         targets = torch.cat([ids[request.start + 1 :] for ids, request in zip(tokens, requests, strict=True)])
         log_probs, _ = calculate_log_probs_and_entropy(
             logits,
@@ -95,26 +95,26 @@ class Scorer:
         return scores
 
     def _add_alternatives(
-        self, score: Score, request: ScoreRequest, logits: torch.Tensor, places: torch.Tensor
+        self, score: Score, request: GenerateBody, logits: torch.Tensor, places: torch.Tensor
     ) -> None:
         def most_likely(log_p: torch.Tensor, chunk: slice) -> Alternatives:
-            return _pairs(*log_p.topk(request.top_n, dim=-1))
+            return _pairs(*log_p.topk(request.top_logprobs_num, dim=-1))
 
         def drawn(log_p: torch.Tensor, chunk: slice) -> Alternatives:
             ids = torch.multinomial(log_p.exp(), request.sample_n, replacement=True, generator=generator)
             return _pairs(log_p.gather(1, ids), ids)
 
         def labels(log_p: torch.Tensor, chunk: slice) -> Alternatives:
-            asked = (request.label_ids or [])[chunk]
+            asked = (request.labels or [])[chunk]
             return [[(row[i].item(), i) for i in ids] for row, ids in zip(log_p.cpu(), asked, strict=True)]
 
         sizes = self.args.teacher_sample_reduction_chunk_size, self.args.teacher_label_reduction_chunk_size
-        if request.top_n:
+        if request.top_logprobs_num:
             score.top = self._map_chunks(most_likely, logits, places, sizes[0])
-        if request.label_ids is not None:
+        if request.labels is not None:
             score.labels = self._map_chunks(labels, logits, places, sizes[1])
         if request.sample_n:
-            generator = torch.Generator(device=logits.device).manual_seed(request.seed)
+            generator = torch.Generator(device=logits.device).manual_seed(request.sample_seed)
             score.samples = self._map_chunks(drawn, logits, places, sizes[0])
 
     def _map_chunks(
