@@ -199,8 +199,8 @@ def test_a_load_that_fails_leaves_no_recipe_and_is_not_watched_again():
 
 
 def known(engine: Engine, tensors: dict[str, torch.Tensor]) -> ElementCopies:
-    elements = ElementCopies()
-    elements.load(engine.model, tensors, lambda: engine.walk(tensors), "one")
+    elements = ElementCopies(engine.model)
+    elements.load(tensors, lambda: engine.walk(tensors), "one")
     return elements
 
 

@@ -158,7 +158,7 @@ class ModelEngine(CopyingEngine):
     def __init__(self) -> None:
         super().__init__()
         self.model = torch.nn.ParameterDict({"fused": torch.zeros(4), "whole": torch.zeros(4)}).requires_grad_(False)
-        self.known = disk_weights.Loaded(self.model)
+        self.known = disk_weights.ElementCopies(self.model)
 
     def load_weights(self, tensors: Any) -> None:
         given = dict(tensors)
@@ -284,7 +284,7 @@ def test_an_engine_that_holds_the_base_gets_only_the_elements_that_changed(world
     engine, late = ModelEngine(), ModelEngine()
     updater = delta_updater(world, engine, late, update_weight_delta_encoding=encoding)
     updater.update()
-    late.known = disk_weights.Loaded(late.model)  # as if it were a new process, which knows nothing
+    late.known = disk_weights.ElementCopies(late.model)  # as if it were a new process, which knows nothing
     generator = torch.Generator().manual_seed(0)
     for _ in range(4):
         for tensor in world.weights.values():

@@ -34,10 +34,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.backends.sglang_utils.weight_transfer import metadata_of, view_as
@@ -149,7 +151,7 @@ class Recipes:
         watcher = _Watcher()
         with watcher, _noticing_threads(watcher):
             result = load()
-        made = _recipe_of(model, data, watcher) if watcher.other is None else None
+        made = _recipe_of(model, data, watcher)
         if made is not None:
             self._found[key] = (made, result)
         elif is_first_of_its_kind:
@@ -205,16 +207,24 @@ def _noticing_threads(watcher: _Watcher) -> Iterator[None]:
 
 def _recipe_of(model: torch.nn.Module, data: torch.Tensor, watcher: _Watcher) -> Recipe | None:
     """What was written, if all of it goes into parameters, each element once, and every copy is of the bucket."""
-    homes = _homes(model)
-    targets = [target for target, _ in [*watcher.copies, *watcher.fills]]
-    addresses = {target.untyped_storage().data_ptr() for target in targets}
-    if not addresses <= homes.keys() or not _are_apart(targets):
+    homes = _written(model, watcher)
+    if homes is None:
         return None
     copies = [_copy_of(data, target, source) for target, source in watcher.copies]
     known = [copy for copy in copies if copy is not None]
     if len(known) < len(copies):
         return None
-    return Recipe(known, watcher.fills, [home for address in addresses for home in homes[address]])
+    return Recipe(known, watcher.fills, [home for found in homes.values() for home in found])
+
+
+def _written(model: torch.nn.Module, watcher: _Watcher) -> dict[int, list[_Home]] | None:
+    """The parameters that were written, by address; None where more was done than to write parts of some once each."""
+    homes = _homes(model)
+    targets = [target for target, _ in [*watcher.copies, *watcher.fills]]
+    addresses = {target.untyped_storage().data_ptr() for target in targets}
+    if watcher.other is not None or not addresses <= homes.keys() or not _are_apart(targets):
+        return None
+    return {address: homes[address] for address in addresses}
 
 
 def _copy_of(data: torch.Tensor, target: torch.Tensor, source: torch.Tensor) -> _Copy | None:
@@ -230,21 +240,24 @@ def _copy_of(data: torch.Tensor, target: torch.Tensor, source: torch.Tensor) -> 
 class ElementCopies:
     """Changes single elements of a model's tensors, by the copies that whole tensors were loaded with.
 
+    Args:
+        model: of an engine.
+
     Attributes:
         version: id of the weights that the model holds; None where that is not known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
         self.version: str | None = None
         self._copies: dict[str, list[_Copy]] = {}
         self._sizes: dict[str, int] = {}
         self._homes: dict[int, list[_Home]] = {}
 
-    def load(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], load: Load, version: str) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor], load: Load, version: str) -> None:
         """Load whole tensors by `load`, which is watched.
 
         Args:
-            model: that takes them.
             tensors: by HF name, where `load` finds them in memory.
             load: SGLang's own way.
             version: what the model holds afterwards.
@@ -255,17 +268,31 @@ class ElementCopies:
         watcher = _Watcher()
         with watcher, _noticing_threads(watcher):
             load()
-        homes, targets = _homes(model), [target for target, _ in watcher.copies]
-        addresses = {target.untyped_storage().data_ptr() for target in targets}
-        is_known = watcher.other is None and addresses <= homes.keys() and _are_apart(targets)
-        found = _copies_by_name(tensors, watcher.copies) if is_known else None
-        if found is None:
+        homes = _written(self._model, watcher)
+        found = _copies_by_name(tensors, watcher.copies) if homes is not None else None
+        if homes is None or found is None:
             self._copies = {}
             return
         self._copies |= found
         self._sizes |= {name: tensor.numel() for name, tensor in tensors.items()}
-        self._homes |= {address: homes[address] for address in addresses}
+        self._homes |= homes
         self.version = version
+
+    def take(self, file: Path, index: Any) -> bool:
+        """Write the elements that a host's list has; False where there is none, or the model is of another base."""
+        names, wanted = index["weight_map"], index["metadata"]
+        if "base_id" not in wanted or not self.knows(names, wanted["base_id"]) or not file.is_file():
+            return False
+        device = next(self._model.parameters()).device
+        with safe_open(file, framework="pt") as found:
+            if found.metadata()["id"] != wanted["id"]:
+                return False
+            self.version = None
+            for name in names:
+                where, values = (found.get_tensor(f"{name}:{kind}").to(device) for kind in ("where", "values"))
+                self.change(name, where.long() & 0xFFFFFFFF, values)
+        self.version = wanted["id"]
+        return True
 
     def knows(self, names: Iterable[str], version: str) -> bool:
         """Whether the model holds a version, and all of these tensors where they were loaded to."""

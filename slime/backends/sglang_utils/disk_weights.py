@@ -67,7 +67,7 @@ def install() -> None:
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     stock = WeightUpdater.update_weights_from_disk
-    of_model: weakref.WeakKeyDictionary[Any, Loaded] = weakref.WeakKeyDictionary()
+    of_model: weakref.WeakKeyDictionary[Any, ElementCopies] = weakref.WeakKeyDictionary()
 
     def update_weights_from_disk(
         self: Any, model_path: str, load_format: str, *values: Any, **keywords: Any
@@ -76,7 +76,7 @@ def install() -> None:
         if name != LOAD_FORMAT:
             return stock(self, model_path, load_format, *values, **keywords)
         model = self.get_model()
-        loaded = of_model.setdefault(model, Loaded(weakref.proxy(model)))
+        loaded = of_model.setdefault(model, ElementCopies(weakref.proxy(model)))
         problem = load(Path(model_path), model.load_weights, Path(local_dir) if local_dir else None, loaded)
         return problem is None, problem or "Succeeded to update model weights."
 
@@ -107,7 +107,7 @@ def load(
     directory: Path,
     load_weights: Callable[[Iterator[tuple[str, torch.Tensor]]], Any],
     local_dir: Path | None = None,
-    loaded: Loaded | None = None,
+    loaded: ElementCopies | None = None,
 ) -> str | None:
     """Load a version into the model, on every tensor-parallel rank at once.
 
@@ -132,46 +132,13 @@ def load(
         index = read_index(directory)
         if local_dir is None or loaded is None:
             load_weights(tensors_of(source, with_partners(index["weight_map"])))
-        elif not loaded.change(local_dir / CHANGES_FILE, index):
-            loaded.load(dict(tensors_of(source, with_partners(index["weight_map"]))), load_weights, index["metadata"])
+        elif not loaded.take(local_dir / CHANGES_FILE, index):
+            tensors = dict(tensors_of(source, with_partners(index["weight_map"])))
+            loaded.load(tensors, lambda: load_weights(iter(tensors.items())), index["metadata"]["id"])
     except Exception as error:  # the answer, in place of the scheduler's end
         logger.exception("loading %s failed", directory)
         problem = f"loading {directory} failed: {type(error).__name__}: {error}"
     return agreed(problem)
-
-
-class Loaded:
-    """What a model was loaded with.
-
-    Args:
-        model: of an engine.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._elements = ElementCopies()
-
-    def load(self, tensors: dict[str, torch.Tensor], load_weights: Callable[[Any], Any], metadata: Any) -> None:
-        """Load whole tensors of a version."""
-        self._elements.load(self._model, tensors, lambda: load_weights(iter(tensors.items())), metadata["id"])
-
-    def change(self, file: Path, index: Any) -> bool:
-        """Write the elements that a host's list has; False where there is none, or the model is of another base."""
-        from safetensors import safe_open
-
-        names, wanted = index["weight_map"], index["metadata"]
-        if "base_id" not in wanted or not self._elements.knows(names, wanted["base_id"]) or not file.is_file():
-            return False
-        device = next(self._model.parameters()).device
-        with safe_open(file, framework="pt") as found:
-            if found.metadata()["id"] != wanted["id"]:
-                return False
-            self._elements.version = None
-            for name in names:
-                where, values = (found.get_tensor(f"{name}:{kind}").to(device) for kind in ("where", "values"))
-                self._elements.change(name, where.long() & 0xFFFFFFFF, values)
-        self._elements.version = wanted["id"]
-        return True
 
 
 def bring_copy(directory: Path, local_dir: Path) -> str | None:
