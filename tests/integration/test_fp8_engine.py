@@ -29,9 +29,10 @@ def unquantized_twin(quantized: Path) -> Any:
     config = json.loads((quantized / "config.json").read_text())
     del config["quantization_config"]
     reader, plain = SafetensorsReader(quantized), quantized.with_name(quantized.name + "_plain")
-    writer = HfWriter(plain, quantized, config=config)
+    writer = HfWriter(plain, quantized)
     writer.add((name, reader.get(name)) for name in reader.names())
     writer.finish()
+    (plain / "config.json").write_text(json.dumps(config))
     return hf.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
 
 

@@ -122,8 +122,6 @@ class HfWriter:
         path: the directory to make; an existing one is replaced at the end.
         assets_from: an HF directory whose files other than weights are copied, and whose config says the dtype to
             write; with None there are only weights, in the dtype that they come in.
-        dtypes: names of dtypes for single tensors that differ from the config's.
-        config: what to write in place of the copied config.json.
         shard_bytes: where a new shard starts.
         keeps_dtypes: write tensors in the dtype that they come in, not in the config's.
         index_metadata: there is an index even of one shard, and it says this, too.
@@ -135,8 +133,6 @@ class HfWriter:
         path: str | Path,
         assets_from: str | Path | None,
         *,
-        dtypes: dict[str, str] | None = None,
-        config: dict[str, Any] | None = None,
         shard_bytes: int = SHARD_BYTES,
         keeps_dtypes: bool = False,
         index_metadata: Mapping[str, Any] | None = None,
@@ -152,9 +148,6 @@ class HfWriter:
             if not keeps_dtypes:
                 config_of = json.loads((Path(assets_from) / "config.json").read_text())
                 self._dtype = config_dtype(text_config(config_of))
-        if config is not None:
-            (self._partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        self._dtypes = {name: getattr(torch, dtype) for name, dtype in (dtypes or {}).items()}
         self._shard_bytes = shard_bytes
         self._index_metadata = index_metadata
         self._has_manifest = has_manifest
@@ -168,7 +161,7 @@ class HfWriter:
         """Take copies of (name, tensor) pairs; quantised weights and their scales keep their dtypes."""
         for name, tensor in tensors:
             is_quantized = not tensor.is_floating_point() or tensor.dtype == E4M3 or name.endswith(_SCALES)
-            dtype = tensor.dtype if is_quantized else self._dtypes.get(name, self._dtype or tensor.dtype)
+            dtype = tensor.dtype if is_quantized else self._dtype or tensor.dtype
             stored = tensor.detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
             if self._shard and self._size_of_shard + stored.nbytes > self._shard_bytes:
                 self._flush()

@@ -39,6 +39,7 @@ class QuantizationError(RuntimeError):
     """A weight has no place in the format: it is not finite."""
 
 
+@torch.no_grad()
 def quantize_bucket(bucket: Bucket, fmt: WeightFormat | None) -> Bucket:
     """Return the tensors of `bucket` in their order, each quantised one followed by what belongs to it.
 
@@ -51,9 +52,9 @@ def quantize_bucket(bucket: Bucket, fmt: WeightFormat | None) -> Bucket:
     """
     if fmt is None:
         return bucket
-    if isinstance(fmt, Int4Format):
-        return _quantize_int4(bucket, fmt)
-    return _quantize_fp8(bucket, fmt)
+    chosen = [(name, tensor) for name, tensor in bucket if fmt.quantizes(name)]
+    found = _stored_int4(chosen, fmt) if isinstance(fmt, Int4Format) else _stored_fp8(chosen, fmt)
+    return [stored for name, tensor in bucket for stored in found.get(name, [(name, tensor)])]
 
 
 def quantize_params(
@@ -89,9 +90,16 @@ def planned(tensors: Mapping[str, TensorInfo], fmt: WeightFormat | None) -> dict
     """What `quantize_bucket` makes of tensors like these, without their values; in the same order."""
     if fmt is None:
         return dict(tensors)
-    if isinstance(fmt, Int4Format):
-        return _planned_int4(tensors, fmt)
-    return _planned_fp8(tensors, fmt)
+    found: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        if not fmt.quantizes(name):
+            found[name] = info
+        elif isinstance(fmt, Int4Format):
+            found |= _planned_int4(name, info, fmt)
+        else:
+            scales = tuple(-(-size // n) for size, n in zip(info.shape, fmt.block_size or (), strict=False)) or (1,)
+            found |= {name: TensorInfo(E4M3, info.shape), name + fmt.scale_suffix: TensorInfo(torch.float32, scales)}
+    return found
 
 
 def _check_finite(named_scales: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -115,20 +123,11 @@ def _check_finite(named_scales: Sequence[tuple[str, torch.Tensor]]) -> None:
 # ---- fp8
 
 
-@torch.no_grad()
-def _quantize_fp8(bucket: Bucket, fmt: Fp8Format) -> Bucket:
-    """Each quantised tensor is followed by its scales."""
-    chosen = [(name, tensor) for name, tensor in bucket if fmt.quantizes(name)]
+def _stored_fp8(chosen: Bucket, fmt: Fp8Format) -> dict[str, Bucket]:
+    """Name -> its values, then its scales."""
     found = _by_block(chosen, fmt, fmt.block_size) if fmt.block_size else _by_tensor(chosen, fmt)
     _check_finite([(name, scales) for name, (_, scales) in found.items()])
-    quantized: Bucket = []
-    for name, tensor in bucket:
-        if name in found:
-            values, scales = found[name]
-            quantized += [(name, values), (name + fmt.scale_suffix, scales)]
-        else:
-            quantized.append((name, tensor))
-    return quantized
+    return {name: [(name, values), (name + fmt.scale_suffix, scales)] for name, (values, scales) in found.items()}
 
 
 def _by_block(
@@ -164,26 +163,11 @@ def _by_tensor(
     }
 
 
-def _planned_fp8(tensors: Mapping[str, TensorInfo], fmt: Fp8Format) -> dict[str, TensorInfo]:
-    found: dict[str, TensorInfo] = {}
-    for name, info in tensors.items():
-        if not fmt.quantizes(name):
-            found[name] = info
-            continue
-        scales = tuple(-(-size // block) for size, block in zip(info.shape, fmt.block_size or (), strict=False)) or (
-            1,
-        )
-        found |= {name: TensorInfo(E4M3, info.shape), name + fmt.scale_suffix: TensorInfo(torch.float32, scales)}
-    return found
-
-
 # ---- 4-bit integers
 
 
-@torch.no_grad()
-def _quantize_int4(bucket: Bucket, fmt: Int4Format) -> Bucket:
-    """Each quantised tensor becomes its values, scales and shape, and zero points where the format has them."""
-    chosen = [(name, tensor) for name, tensor in bucket if fmt.quantizes(name)]
+def _stored_int4(chosen: Bucket, fmt: Int4Format) -> dict[str, Bucket]:
+    """Name -> its values, scales and shape, and zero points where the format has them."""
     for name, tensor in chosen:
         if not divides(tuple(tensor.shape), fmt):
             raise QuantizationError(
@@ -192,19 +176,14 @@ def _quantize_int4(bucket: Bucket, fmt: Int4Format) -> Bucket:
             )
     found = {name: parts for stack in _stacks(chosen) for name, parts in _stored_together(stack, fmt)}
     _check_finite([(name, parts[1]) for name, parts in found.items()])
-    shapes: dict[tuple[int, ...], torch.Tensor] = {}
-    quantized: Bucket = []
-    for name, tensor in bucket:
-        if name not in found:
-            quantized.append((name, tensor))
-            continue
-        size = tuple(tensor.shape)
-        if size not in shapes:
-            shapes[size] = torch.tensor(size, device=tensor.device)
+    sizes = {tuple(tensor.shape): tensor.device for _, tensor in chosen}
+    shapes = {size: torch.tensor(size, device=device) for size, device in sizes.items()}
+    stored: dict[str, Bucket] = {}
+    for name, tensor in chosen:
         values, scales, zeros = found[name]
-        parts = [values, scales, shapes[size]] + ([] if zeros is None else [zeros])
-        quantized += zip(_stored_names(name, fmt), parts, strict=True)
-    return quantized
+        parts = [values, scales, shapes[tuple(tensor.shape)], *([] if zeros is None else [zeros])]
+        stored[name] = list(zip(_stored_names(name, fmt), parts, strict=True))
+    return stored
 
 
 def _stored_names(name: str, fmt: Int4Format) -> list[str]:
@@ -219,21 +198,15 @@ def divides(shape: Sequence[int], fmt: Int4Format) -> bool:
     return len(shape) == 2 and shape[1] % fmt.group_size == 0 and shape[0] % rows_of == 0
 
 
-def _planned_int4(tensors: Mapping[str, TensorInfo], fmt: Int4Format) -> dict[str, TensorInfo]:
-    found: dict[str, TensorInfo] = {}
-    for name, info in tensors.items():
-        if not fmt.quantizes(name):
-            found[name] = info
-            continue
-        (rows, columns), groups = info.shape, info.shape[1] // fmt.group_size
-        infos = [
-            TensorInfo(torch.int32, (rows, -(-columns // PER_INT32))),
-            TensorInfo(info.dtype, (rows, groups)),
-            TensorInfo(torch.int64, (2,)),
-            TensorInfo(torch.int32, (rows // PER_INT32, groups)),
-        ]
-        found |= zip(_stored_names(name, fmt), infos, strict=False)
-    return found
+def _planned_int4(name: str, info: TensorInfo, fmt: Int4Format) -> dict[str, TensorInfo]:
+    (rows, columns), groups = info.shape, info.shape[1] // fmt.group_size
+    infos = [
+        TensorInfo(torch.int32, (rows, -(-columns // PER_INT32))),
+        TensorInfo(info.dtype, (rows, groups)),
+        TensorInfo(torch.int64, (2,)),
+        TensorInfo(torch.int32, (rows // PER_INT32, groups)),
+    ]
+    return dict(zip(_stored_names(name, fmt), infos, strict=False))
 
 
 def _stacks(named: Sequence[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
