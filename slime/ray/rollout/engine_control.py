@@ -46,9 +46,7 @@ WEIGHTS = ("weights",)
 START_DEADLINE_S = 120.0
 MAX_REQUESTS_PER_ACTOR = 10_000
 MAX_RESTARTS = 10  # Starts of one actor in place of one that died; then its requests leave from elsewhere.
-# How long a dead actor is left out of the turn: at first about as long as it takes to start again, doubled each time
-# that it is still dead (its node may be gone for good).
-REST_S, MAX_REST_S = 5.0, 320.0
+REST_S = 30.0  # How long an actor that died is left out of the turn: about as long as it takes to start again.
 
 
 class EngineControl(RayActor):
@@ -59,7 +57,6 @@ class EngineControl(RayActor):
         engine_slots: each slot that engines take.
     """
 
-    _servers: RolloutServers | None = None
     _router_watch: RouterWatch | None = None
     replacements: Replacements | None = None  # with --use-fault-tolerance
     _ends: EngineEnds | None = None  # without
@@ -70,6 +67,7 @@ class EngineControl(RayActor):
     def __init__(self, args: Args, engine_slots: list[Slot]) -> None:
         self.args = args
         self._slots = engine_slots
+        self._servers = RolloutServers(args, [])
         self._updatable: list[Any] = []
 
     def _start_engines(self) -> None:
@@ -108,9 +106,8 @@ class EngineControl(RayActor):
         for one in (self._joins, self._router_watch, self._loads, watch):
             if one is not None:
                 one.stop()
-        if self._servers is not None:
-            self._servers.shutdown()
-            self._servers = None
+        self._servers.shutdown()
+        self._servers = RolloutServers(self.args, [])
 
     @ray.method(concurrency_group="control")
     def replace_engines(self) -> None:
@@ -179,19 +176,17 @@ class EngineControl(RayActor):
             self.replacements.watch.resume()
 
     def _router_urls(self) -> list[str]:
-        return [] if self._servers is None else [router.url for router in self._servers.routers.values()]
+        return [router.url for router in self._servers.routers.values()]
 
     @ray.method(concurrency_group="state")  # asked for while engines are replaced, which takes minutes
     def engine_state(self) -> dict[str, Any]:
         """Address -> what each router and engine is busy with, or why it does not tell; for the stall report."""
-        if self._servers is None:
-            return {}
         return engine_state(self._router_urls(), self.replacements.urls().values() if self.replacements else [])
 
     @ray.method(concurrency_group="control")
     def get_updatable_engines(self) -> tuple[list[Any], list[int]]:
         """The engines that take the trainer's weights, and the GPUs of each."""
-        found = self._servers.updatable if self._servers else []
+        found = self._servers.updatable
         self._updatable = [engine for engine, _ in found]
         return self._updatable, [num_gpus for _, num_gpus in found]
 
@@ -202,7 +197,7 @@ class EngineControl(RayActor):
         Returns:
             those that have no weights of the trainer's yet, and the GPUs of each.
         """
-        if self._joins is None or self._servers is None or self.replacements is None:
+        if self._joins is None or self.replacements is None:
             return [], []
         without = self.replacements.admit()
         found = [(engine, size) for engine, size in self._servers.updatable if engine in without]
@@ -215,22 +210,19 @@ class EngineControl(RayActor):
     def let_go_on(self) -> None:
         """Let engines continue that a weight sync has stopped and whose trainer is lost: requests wait in them, whose
         answers are of no use, but are waited for."""
-        if self._servers is not None:
-            self._servers.let_go_on()
+        self._servers.let_go_on()
 
     @ray.method(concurrency_group="memory")
     def offload(self) -> None:
         """Have the engines that share GPUs with the trainer release their memory (--offload-rollout)."""
-        if self._servers is not None:
-            if self.replacements is not None:
-                self.replacements.watch.pause()
-            self._do_without(self._servers.release_memory())
+        if self.replacements is not None:
+            self.replacements.watch.pause()
+        self._do_without(self._servers.release_memory())
 
     @ray.method(concurrency_group="memory")
     def onload(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Have them take it again: everything, or some kinds of it."""
-        if self._servers is not None:
-            self._do_without(self._servers.resume_memory(tags))
+        self._do_without(self._servers.resume_memory(tags))
 
     def _do_without(self, failed: list[tuple[Any, Exception]]) -> None:
         """Lose engines that did not move their memory; raises the reason where others cannot take their places."""
@@ -253,7 +245,7 @@ class EngineControl(RayActor):
 
         Zero drafts are verifications for SGLang, which accept none: what it counts then is taken from the samples.
         """
-        if self._drafts is None or self._servers is None:
+        if self._drafts is None:
             return {}
         if self._drafts.is_over:
             for sample in samples:
@@ -323,7 +315,7 @@ class _Turn:
         self._actors = actors
         self._clock = clock
         self._begun = 0
-        self._rests: dict[int, tuple[float, float]] = {}  # dead actor -> until when it rests, and for how long
+        self._rests: dict[int, float] = {}  # dead actor -> until when it is left out
 
     async def send(self, url: str, body: bytes, headers: dict[str, str] | None, max_retries: int) -> Any:
         """Do what `http_utils.post_body` does, from an actor.
@@ -333,14 +325,11 @@ class _Turn:
         """
         for number in self._in_turn():
             try:
-                answer = await _result(self._actors[number].post.remote(url, body, headers, max_retries))
+                return await _result(self._actors[number].post.remote(url, body, headers, max_retries))
             except RayActorError as error:
                 self._let_rest(number, error)
                 if not max_retries:  # nobody knows whether the server has had the request
                     raise HttpError(f"POST {url} was lost with an actor of --use-distributed-post ({error})") from None
-            else:
-                self._rests.pop(number, None)
-                return answer
         return await http_utils.post_body(url, body, headers, max_retries)
 
     def _in_turn(self) -> list[int]:
@@ -348,16 +337,14 @@ class _Turn:
         self._begun += 1
         count, now = len(self._actors), self._clock()
         order = [(self._begun + step) % count for step in range(count)]
-        return [number for number in order if number not in self._rests or self._rests[number][0] <= now]
+        return [number for number in order if self._rests.get(number, now) <= now]
 
     def _let_rest(self, number: int, error: RayActorError) -> None:
         now = self._clock()
-        until, rest_s = self._rests.get(number, (0.0, REST_S / 2))
-        if until > now:  # another of its requests has reported it already
-            return
-        self._rests[number] = (now + 2 * rest_s, min(2 * rest_s, MAX_REST_S / 2))
-        first_line = str(error).partition("\n")[0]
-        logger.warning("an actor of --use-distributed-post died; others send its requests (%s)", first_line)
+        if self._rests.get(number, now) <= now:  # or another of its requests has reported it already
+            self._rests[number] = now + REST_S
+            first_line = str(error).partition("\n")[0]
+            logger.warning("an actor of --use-distributed-post died; others send its requests (%s)", first_line)
 
 
 async def _result(ref: ray.ObjectRef) -> Any:
