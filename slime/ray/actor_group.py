@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,17 +160,12 @@ class RayTrainGroup:
     def copy_state(self, rollout_id: int, holders: Sequence[Sequence[Any]]) -> int:
         """Copy every rank's state after a rollout to its holders (`slime.ray.peer_copies`); returns its bytes."""
         what = f"copying the states of the {self._name} after rollout {rollout_id}"
-        refs = [actor.copy_state.remote(rollout_id, list(of_rank)) for actor, of_rank in self._with(holders)]
-        return sum(self._get(refs, f"{what} (logs: {self.log_dir})", WORK_DEADLINE_S))
+        return sum(self._each("copy_state", what, [(rollout_id, list(of_rank)) for of_rank in holders]))
 
     def restore_state(self, rollout_id: int, holders: Sequence[Sequence[Any]]) -> None:
         """Give every rank the state after a rollout, of which these holders have copies."""
         what = f"restoring the states of the {self._name} after rollout {rollout_id}"
-        refs = [actor.restore_state.remote(rollout_id, list(of_rank)) for actor, of_rank in self._with(holders)]
-        self._get(refs, f"{what} (logs: {self.log_dir})", WORK_DEADLINE_S)
-
-    def _with(self, of_ranks: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-        return zip(self._actors, of_ranks, strict=True)
+        self._each("restore_state", what, [(rollout_id, list(of_rank)) for of_rank in holders])
 
     def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int], *, weight_version: int = 0) -> None:
         """Hand the engines, with the GPUs of each and the version of their weights, to every rank's weight updater."""
@@ -208,7 +203,14 @@ class RayTrainGroup:
         return done, [columns for _, columns in pairs]
 
     def _all(self, method: str, what: str, *values: Any, deadline_s: float = WORK_DEADLINE_S) -> list[Any]:
-        refs = [getattr(actor, method).remote(*values) for actor in self._actors]
+        return self._each(method, what, [values] * self.world_size, deadline_s)
+
+    def _each(
+        self, method: str, what: str, values: Sequence[tuple[Any, ...]], deadline_s: float = WORK_DEADLINE_S
+    ) -> list[Any]:
+        """As `_all`, with values of each rank."""
+        calls = zip(self._actors, values, strict=True)
+        refs = [getattr(actor, method).remote(*of_rank) for actor, of_rank in calls]
         return self._get(refs, f"{what} (logs: {self.log_dir})", deadline_s)
 
     def _get(

@@ -31,7 +31,7 @@ from slime.backends.megatron_utils.layers.lora import be_policy, load_adapter, s
 from slime.backends.megatron_utils.layers.value_head import is_of_head, is_value_model
 from slime.backends.megatron_utils.model.model_weights import is_of_adapter, named_tensors
 from slime.backends.megatron_utils.model.setup import TrainState, setup_model_and_optimizer
-from slime.backends.megatron_utils.optimizer import make_moments, reset_optimizer_states
+from slime.backends.megatron_utils.optimizer import make_moments, parts_of, reset_optimizer_states, torch_optimizers
 from slime.backends.megatron_utils.passes.forward import compute_log_probs, compute_values, train_one_step
 from slime.backends.megatron_utils.passes.routing_replay import free_routing, recorded_routing, take_engine_routing
 from slime.backends.megatron_utils.update_weight import WeightSyncError, connected_weight_updater, over_files_instead
@@ -153,7 +153,7 @@ class MegatronBackend(Backend):
             make_moments(state.optimizer)
             reset_optimizer_states(state.optimizer)
             state.scheduler.num_steps = 0
-        for group in (group for one in _torch_optimizers(state.optimizer) for group in one.param_groups):
+        for group in (group for one in torch_optimizers(state.optimizer) for group in one.param_groups):
             group |= {"max_lr": args.lr, "min_lr": min(args.min_lr, args.lr)}
         state.scheduler.step(increment=0)
 
@@ -299,7 +299,7 @@ class MegatronBackend(Backend):
         for name, tensor in self.named_weights():
             yield f"model/{name}", tensor
         make_moments(optimizer)  # before the first step, so that there is something to copy or to restore into
-        for number, of_torch in enumerate(_torch_optimizers(optimizer)):
+        for number, of_torch in enumerate(torch_optimizers(optimizer)):
             params = [param for group in of_torch.param_groups for param in group["params"]]
             for place, param in enumerate(params):
                 yield f"optimizer/{number}/{place}", param.detach()
@@ -312,7 +312,7 @@ class MegatronBackend(Backend):
         return {
             "groups": [
                 [{name: value for name, value in group.items() if name != "params"} for group in of_torch.param_groups]
-                for of_torch in _torch_optimizers(optimizer)
+                for of_torch in torch_optimizers(optimizer)
             ],
             "scalers": [scaler.state_dict() for scaler in _scalers(optimizer)],
             "schedule": self.state.scheduler.state_dict(),
@@ -321,7 +321,7 @@ class MegatronBackend(Backend):
 
     def restore_values(self, values: Mapping[str, Any]) -> None:
         optimizer, scheduler = self.state.optimizer, self.state.scheduler
-        for of_torch, groups in zip(_torch_optimizers(optimizer), values["groups"], strict=True):
+        for of_torch, groups in zip(torch_optimizers(optimizer), values["groups"], strict=True):
             for group, kept in zip(of_torch.param_groups, groups, strict=True):
                 group.update(kept)
         for scaler, kept in zip(_scalers(optimizer), values["scalers"], strict=True):
@@ -331,18 +331,9 @@ class MegatronBackend(Backend):
         set_random_states(values["random"])
 
 
-def _parts(optimizer: Any) -> list[Any]:
-    return list(vars(optimizer).get("chained_optimizers", [optimizer]))
-
-
-def _torch_optimizers(optimizer: Any) -> list[Any]:
-    """torch's optimizers below Megatron's; there is none where this rank has no share of some parameters."""
-    return [part.optimizer for part in _parts(optimizer) if part.optimizer is not None]
-
-
 def _scalers(optimizer: Any) -> list[Any]:
     """The loss scales (fp16)."""
-    found = [vars(part).get("grad_scaler") for part in _parts(optimizer)]
+    found = [vars(part).get("grad_scaler") for part in parts_of(optimizer)]
     return [scaler for scaler in found if scaler is not None]
 
 
@@ -371,13 +362,8 @@ class TrainerOver(Trainer):
         master_port: int | socket.socket,
         local_rank: int = 0,
     ) -> None:
-        where = {
-            "rank": rank,
-            "world_size": world_size,
-            "master_addr": master_addr,
-            "master_port": master_port,
-            "local_rank": local_rank,
-        }
+        place = {"master_addr": master_addr, "master_port": master_port, "local_rank": local_rank}
+        where = {"rank": rank, "world_size": world_size, **place}
         super().__init__(args, self.backend_class(args, where), rank=rank)
 
     @property

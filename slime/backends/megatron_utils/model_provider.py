@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,6 @@ from slime.backends.megatron_utils.model.spec import RMSNorm, block_spec, last_l
 from slime.config.args import Args
 from slime.config.megatron.flag_classes import fields_without_effect
 from slime.utils.misc import load_function
-
-if TYPE_CHECKING:
-    import torch
 
 
 def transformer_config(args: Args) -> TransformerConfig:
@@ -212,18 +209,12 @@ def config_kwargs(config: type, args: Args) -> dict[str, Any]:
     """
     values, without_effect = vars(args), fields_without_effect()
     return {
-        field.name: _typed(field.name, values[field.name])
+        field.name: torch_type(values[field.name]) if field.name in _TYPED else values[field.name]
         for field in dataclasses.fields(config)
         if field.name in values and field.name not in without_effect
     }
 
 
-def _typed(name: str, value: Any) -> Any:
-    return torch_type(value) if name in _TYPED and value is not None else value
-
-
-def torch_type(name: str | torch.dtype) -> torch.dtype:
-    """Return the torch type with this name, torch's own ("bfloat16") or Megatron's ("bf16"); a type is itself."""
-    import torch
-
+def torch_type(name: Any) -> Any:
+    """Return the torch type with this name, torch's own ("bfloat16") or Megatron's ("bf16"); what is no name stays."""
     return getattr(torch, _TYPES.get(name, name)) if isinstance(name, str) else name

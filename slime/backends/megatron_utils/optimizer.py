@@ -93,8 +93,8 @@ class MasterAdam(Adam):
                 self._update_on_host(group, param)
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def take_weights(self) -> None:
-        """Set the fp32 weights from the model's, which something else has changed."""
+    def take_weights(self, state_dict: Any = None) -> None:
+        """Set the fp32 weights from the model's, which something else has changed; called as Megatron's."""
         for param, state in self.state.items():
             state["master_param"].copy_(param.detach())
 
@@ -244,16 +244,21 @@ def make_optimizer(config: Any, model: list[torch.nn.Module], held: Held) -> Any
         optimizer = upstream.get_megatron_optimizer(config, model)
     finally:
         upstream.Adam = usual
-    for part in vars(optimizer).get("chained_optimizers", [optimizer]):
-        adam = part.optimizer
-        if isinstance(adam, MasterAdam):
+    for part in parts_of(optimizer):
+        if isinstance(part.optimizer, MasterAdam):
             # Upstream's does nothing here, for its FusedAdam makes the weights at the first step.
-            part._copy_model_params_to_main_params = functools.partial(_take_weights, adam)
+            part._copy_model_params_to_main_params = part.optimizer.take_weights
     return optimizer
 
 
-def _take_weights(adam: MasterAdam, state_dict: Any = None) -> None:
-    adam.take_weights()
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers that Megatron's chains, or itself."""
+    return list(vars(optimizer).get("chained_optimizers", [optimizer]))
+
+
+def torch_optimizers(optimizer: Any) -> list[Any]:
+    """torch's optimizers below Megatron's; there is none where this rank has no share of some parameters."""
+    return [part.optimizer for part in parts_of(optimizer) if part.optimizer is not None]
 
 
 MASTER_WEIGHTS = ("param", "master_param")
@@ -263,16 +268,16 @@ MASTER_WEIGHTS = ("param", "master_param")
 def make_moments(optimizer: Any) -> None:
     """Let every Adam of Megatron's optimizer have its (zero) moments now, where it has none; it would at its first
     step."""
-    for one in vars(optimizer).get("chained_optimizers", [optimizer]):
-        if isinstance(one.optimizer, Adam):
-            one.optimizer.fill_state()
+    for adam in torch_optimizers(optimizer):
+        if isinstance(adam, Adam):
+            adam.fill_state()
 
 
 def keep_no_moments(optimizer: Any) -> None:
     """Let every Adam of Megatron's optimizer work without moments; the fp32 weights of a 16-bit model stay."""
-    for one in vars(optimizer).get("chained_optimizers", [optimizer]):
-        if isinstance(one.optimizer, Adam):
-            one.optimizer.is_stateless = True
+    for adam in torch_optimizers(optimizer):
+        if isinstance(adam, Adam):
+            adam.is_stateless = True
 
 
 def reset_optimizer_states(optimizer: Any) -> None:
@@ -281,13 +286,11 @@ def reset_optimizer_states(optimizer: Any) -> None:
     Args:
         optimizer: Megatron's, of any kind; it may chain several.
     """
-    for one in vars(optimizer).get("chained_optimizers", [optimizer]):
-        if one.optimizer is None:
-            continue  # this rank has no share of these parameters
-        for group in one.optimizer.param_groups:
+    for one in torch_optimizers(optimizer):
+        for group in one.param_groups:
             if "step" in group:
                 group["step"] = torch.zeros_like(group["step"]) if torch.is_tensor(group["step"]) else 0
-        for state in one.optimizer.state.values():
+        for state in one.state.values():
             for name, value in state.items():
                 if name in MASTER_WEIGHTS:
                     continue

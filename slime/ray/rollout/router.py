@@ -221,10 +221,6 @@ def _answers(url: str) -> bool:
     return True
 
 
-class NoFreePort(RuntimeError):
-    """Every block is taken."""
-
-
 @dataclass
 class PortBlock:
     """`BLOCK` consecutive ports from `first` on, reserved until `release`."""
@@ -233,8 +229,6 @@ class PortBlock:
     _holder: socket.socket = field(repr=False)
 
     def __getitem__(self, index: int) -> int:
-        if not 0 <= index < BLOCK:
-            raise IndexError(f"a block has {BLOCK} ports, there is no {index}")
         return self.first + index
 
     def release(self) -> None:
@@ -251,7 +245,7 @@ def reserve_block(host: str, *, needed: Iterable[int] = (0,), avoid: Iterable[in
         avoid: first ports of blocks not to take again (one of their ports turned out to be taken).
 
     Raises:
-        NoFreePort: there is no such block.
+        RuntimeError: there is no such block.
     """
     firsts = range(FIRST_PORT, LAST_PORT - BLOCK, BLOCK)
     start, avoided, offsets = secrets.randbelow(len(firsts)), set(avoid), list(needed)
@@ -265,7 +259,7 @@ def reserve_block(host: str, *, needed: Iterable[int] = (0,), avoid: Iterable[in
         if all(is_free(host, first + offset) for offset in offsets if offset):
             return PortBlock(first, holder)
         holder.close()
-    raise NoFreePort(f"no block of {BLOCK} free ports on {host} between {FIRST_PORT} and {LAST_PORT}")
+    raise RuntimeError(f"no block of {BLOCK} free ports on {host} between {FIRST_PORT} and {LAST_PORT}")
 
 
 def is_free(host: str, port: int) -> bool:

@@ -87,7 +87,11 @@ def setup_model_and_optimizer(args: Args) -> TrainState:
     if args.enable_mtp_training:
         mark_predictions([unwrap(module) for module in bare])
     ddp_config = gradient_buckets(args, bare[0])
-    model = [wrap_model(module, ddp_config, is_first=not stage) for module, stage in zip(bare, stages, strict=True)]
+    # Chunks behind the first reduce their gradients in one piece: other chunks compute meanwhile.
+    model = [
+        DistributedDataParallel(get_model_config(module), ddp_config, module, disable_bucketing=bool(stage))
+        for module, stage in zip(bare, stages, strict=True)
+    ]
     optimizer = _make_optimizer(args, model)
     if isinstance(optimizer, ChainedOptimizer):
         # Experts have an optimizer of their own. Where they alone are trained, the other one is empty on every rank,
@@ -197,16 +201,6 @@ def gradient_buckets(args: Args, first: torch.nn.Module) -> DistributedDataParal
     return DistributedDataParallelConfig(**fields)
 
 
-def wrap_model(
-    model: torch.nn.Module, config: DistributedDataParallelConfig, *, is_first: bool = True
-) -> DistributedDataParallel:
-    """Megatron's data-parallel wrapper, which also holds parameters and gradients in contiguous buffers.
-
-    Chunks behind the first reduce their gradients in one piece: other chunks compute meanwhile.
-    """
-    return DistributedDataParallel(get_model_config(model), config, model, disable_bucketing=not is_first)
-
-
 def connect(model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Tell Megatron's schedules how to scale the loss, end the gradients' reduction and gather parameters."""
     config = get_model_config(model[0])
@@ -254,7 +248,7 @@ def freeze_parameters(
     trained = {
         name
         for name, can_be in can_be_trained.items()
-        if can_be and (_matches(patterns, name) == bool(only) or re.search(always_trained, name))
+        if can_be and (any(re.search(one, name) for one in patterns) == bool(only) or re.search(always_trained, name))
     }
     _check(option, patterns, can_be_trained, any_is_trained=bool(trained))
     kept = [pattern for pattern in frozen or () if _matches_only(pattern, always_trained, can_be_trained)]
@@ -292,10 +286,6 @@ def _check(option: str, patterns: Sequence[str], names: Collection[str], *, any_
         problems.append(f"{option} {' '.join(patterns)} freezes every parameter: nothing is left to train.")
     if problems:
         raise UsageError(problems)
-
-
-def _matches(patterns: Sequence[str], name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _matches_only(pattern: str, other: str, names: Iterable[str]) -> bool:
