@@ -190,9 +190,7 @@ def all_gather_with_cp(tensor: torch.Tensor, total_length: int, response_length:
             f"{len(tensor)} values are neither this rank's part ({len(mine)}) of a response nor all of its "
             f"{response_length}"
         )
-    from megatron.core import parallel_state
-
-    return gather_responses(tensor, mine, response_length, parallel_state.get_context_parallel_group())
+    return gather_responses(tensor, mine, response_length, context_parallel_group())
 
 
 class _GatherResponses(torch.autograd.Function):
@@ -369,10 +367,7 @@ def whole_micro_batch(x: torch.Tensor, total_lengths: Sequence[int], response_le
         # One rank has all tokens. It cannot tell its part from the whole, so it does not gather, and nobody may: the
         # gradient is right, the value is 0 on ranks without a token.
         return x.new_zeros(whole) + x.sum()
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_context_parallel_group()
-    return gather_responses(x, to_device(positions[rank], x.device), whole, group)
+    return gather_responses(x, to_device(positions[rank], x.device), whole, context_parallel_group())
 
 
 def prepare_routed_experts_for_routing_replay(

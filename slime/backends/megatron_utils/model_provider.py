@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -89,8 +90,6 @@ def virtual_stages_here(args: Args) -> list[int | None]:
 
 def build_stage(args: Args, vp_stage: int | None = None) -> Any:
     """The bare module of one of this rank's pipeline stages, with what belongs to the first and the last one."""
-    from megatron.core import parallel_state
-
     where: dict[str, Any] = {"ignore_virtual": False, "vp_stage": vp_stage}
     return get_model_provider_func(args)(
         pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -178,7 +177,6 @@ def mask_padded_vocab(output_layer: torch.nn.Module, vocab_size: int) -> None:
     The padding rows exist so that the vocabulary divides by TP; the engine does not have them, and with them in the
     softmax the trainer's log-probs would differ from the engine's.
     """
-    from megatron.core import parallel_state
 
     def mask(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
         logits, bias = output

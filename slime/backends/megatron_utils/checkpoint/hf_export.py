@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 
 from slime.checkpoints.paths import MANIFEST_FILE, entries_of, to_disk, write_manifest
 from slime.config.args import Args
-from slime.conversion.reader import config_dtype
+from slime.conversion.reader import SafetensorsReader, config_dtype
 from slime.conversion.writer import SHARD_BYTES, copy_assets, partial_of, put_in_place, shard_names
 from slime.training.resume import DiskFull
 from slime.utils.distributed_utils import barrier, gathered
 from slime.utils.errors import UsageError, is_of_full_disk
 from slime.weights.formats import BLOCK_SUFFIX, TENSOR_SUFFIX
-from slime.weights.names import INDEX_FILE, is_of_other_part, text_config
+from slime.weights.names import INDEX_FILE, is_of_other_part, prediction_copy_of, text_config
 from slime.weights.quantization import E4M3
 
 T = TypeVar("T")
@@ -91,9 +91,6 @@ class UntilFirstError:
 
 def _copies_in_predictions(args: Args) -> dict[str, list[str]]:
     """Names under which prediction layers of --hf-checkpoint hold copies of the embedding and the output layer."""
-    from slime.conversion.reader import SafetensorsReader
-    from slime.weights.names import prediction_copy_of
-
     copies: dict[str, list[str]] = {}
     for name in SafetensorsReader(args.hf_checkpoint).names():
         if original := prediction_copy_of(name):
@@ -103,8 +100,6 @@ def _copies_in_predictions(args: Args) -> dict[str, list[str]]:
 
 def _of_other_parts(hf_checkpoint: str, written: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of what the trainer does not have and a model that sees images needs, from --hf-checkpoint."""
-    from slime.conversion.reader import SafetensorsReader
-
     reader = SafetensorsReader(hf_checkpoint)
     return ((name, reader.get(name)) for name in reader.names() if is_of_other_part(name) and name not in written)
 

@@ -135,7 +135,6 @@ def write_in_process() -> None:
 
 def _save_common(strategy: Any, state: Any, directory: str | Path) -> None:
     """Save common.pt as upstream does, but to a Python file: torch's own writer does not report a full disk."""
-    import torch
     from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
     if torch.distributed.get_rank() == 0:

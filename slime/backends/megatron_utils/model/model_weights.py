@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.models.family import numbered_in_model
@@ -85,8 +86,6 @@ def iter_weights(module: torch.nn.Module, *, merged: bool = False) -> Iterator[W
 
 
 def _find_places(model: torch.nn.Module) -> Iterator[_Place]:
-    from megatron.core import parallel_state
-
     offset = _layer_offset(model)
     experts_here = (getattr(model, "config", None) and model.config.num_moe_experts) or 0
     experts_here //= parallel_state.get_expert_model_parallel_world_size()
@@ -127,8 +126,6 @@ def is_tied_copy(module: torch.nn.Module, weight: Weight) -> bool:
 
 def num_copies(weight: Weight) -> int:
     """Ranks of a pipeline stage that hold the same part of a weight."""
-    from megatron.core import parallel_state
-
     if weight.num_experts_here:
         shared = parallel_state.get_expert_data_parallel_world_size()
         cuts = parallel_state.get_expert_tensor_parallel_world_size()
