@@ -340,20 +340,9 @@ def host_memory() -> int:
     return min(sizes)
 
 
-class OutOfMemoryKills:
-    """Counts the processes of this container, or host, that the kernel kills for memory from now on."""
-
-    def __init__(self) -> None:
-        self._before = _kills()
-
-    def count(self) -> int:
-        """Return how many there were; 0 where the kernel does not say."""
-        now = _kills()
-        return max((count - self._before.get(name, 0) for name, count in now.items()), default=0)
-
-
-def _kills() -> dict[str, int]:
-    """File -> its counter."""
+def memory_kills() -> dict[str, int]:
+    """Return how many processes of this container or host the kernel has killed for memory so far, by the file that
+    says so."""
     found = {}
     for path in (*(_CGROUP / name for name in _EVENTS), _KERNEL):
         with contextlib.suppress(OSError):
@@ -369,9 +358,10 @@ def address_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def killed_for_memory(kills: OutOfMemoryKills) -> str | None:
-    """Return in a sentence with a remedy that a process was killed for memory since `kills` began; else None."""
-    if not (count := kills.count()):
+def killed_for_memory(before: Mapping[str, int]) -> str | None:
+    """Return in a sentence with a remedy that a process was killed for memory since `memory_kills` was `before`."""
+    count = max((kills - before.get(name, 0) for name, kills in memory_kills().items()), default=0)
+    if not count:
         return None
     return (
         f"out of host memory: the kernel's out-of-memory killer has ended {count} process(es) here, which has "

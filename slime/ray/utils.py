@@ -27,9 +27,9 @@ from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from slime.processes.progress import (
-    OutOfMemoryKills,
     counts,
     killed_for_memory,
+    memory_kills,
     too_few_addresses,
     write_stacks_on_signal,
 )
@@ -80,7 +80,7 @@ class _Interrupt:
 
 
 _interrupt = _Interrupt()
-_kills = OutOfMemoryKills()
+_kills = memory_kills()
 
 
 def interrupt_main(error: BaseException | None) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -235,18 +235,8 @@ class _Decompressed:
             raise ValueError(f"it cannot be decompressed: {error}") from None
 
 
-class Hasher(Protocol):
-    """Takes bytes one after the other."""
-
-    def update(self, data: Any, /) -> Any:
-        """Take some more."""
-
-    def hexdigest(self) -> str:
-        """Of all that were taken."""
-
-
-def hasher(kind: str) -> Hasher:
-    """What makes a digest of bytes that come one after the other.
+def hasher(kind: str) -> Any:
+    """What makes a digest of bytes that come one after the other: it has `update` and `hexdigest`, as of hashlib.
 
     Raises:
         ValueError: an unknown kind. ModuleNotFoundError: its package is not installed.
@@ -258,8 +248,7 @@ def hasher(kind: str) -> Hasher:
     if kind == "blake3":
         import blake3
 
-        made: Hasher = blake3.blake3()
-        return made
+        return blake3.blake3()
     if kind == "adler32":
         return _Adler32()
     raise ValueError(f"{kind!r} is no checksum; known are {', '.join(CHECKSUMS)}")
@@ -280,7 +269,7 @@ def checksum(data: Bytes, kind: str) -> str:
     """A digest of the bytes, in hexadecimal; raises what `hasher` does."""
     made = hasher(kind)
     made.update(data)
-    return made.hexdigest()
+    return str(made.hexdigest())
 
 
 def _elements(data: Bytes, itemsize: int) -> npt.NDArray[Any]:

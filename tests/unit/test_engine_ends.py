@@ -58,7 +58,7 @@ def test_an_engine_that_the_kernel_has_killed_for_memory_is_said_to_be(
 ) -> None:
     engine = ScriptedEngine(IS_KILLED, tmp_path / "log")
     assert start_error(engine) == "engine 0 ended (killed by SIGKILL) before it was healthy"
-    monkeypatch.setattr(engine._kills, "count", lambda: 1)
+    monkeypatch.setattr("slime.processes.progress.memory_kills", lambda: {"another file": 1})
     said = start_error(engine)
     assert said.startswith(
         "engine 0 ended (killed by SIGKILL) before it was healthy: out of host memory: the kernel's"

@@ -20,7 +20,7 @@ from typing import Any
 from slime.backends.sglang_utils.engine_client import EngineClient, EngineContact
 from slime.backends.sglang_utils.launch_server import write_launch_file
 from slime.backends.sglang_utils.server_args import server_environment
-from slime.processes.progress import OutOfMemoryKills, killed_for_memory, too_few_addresses
+from slime.processes.progress import killed_for_memory, memory_kills, too_few_addresses
 from slime.processes.registry import exit_text, log_tail, registry
 from slime.processes.wait import WaitTimeout, wait
 from slime.utils.http.api_keys import ENGINE_ENV, protect
@@ -99,7 +99,7 @@ class SGLangEngine(EngineClient):
         self._num_threads = num_threads
         self.process: subprocess.Popen[bytes] | None = None
         self._log_begin = 0
-        self._kills = OutOfMemoryKills()
+        self._kills = memory_kills()
 
     @property
     def url(self) -> str:
@@ -155,7 +155,7 @@ class SGLangEngine(EngineClient):
         write_launch_file(launch_file, accelerator=self._accelerator, server_args=shown)
         self._log_begin = self.log_path.stat().st_size if self.log_path.exists() else 0
         tp_size = self._server_kwargs.get("tp_size", 1)
-        self._kills = OutOfMemoryKills()
+        self._kills = memory_kills()
         self.process = registry().start(
             [sys.executable, "-m", "slime.backends.sglang_utils.launch_server", str(launch_file)],
             name=f"engine {self.rank}",

@@ -154,10 +154,13 @@ class Posted:
     Attributes:
         calls: to each engine; their results are the versions that the engines have now.
         finish: to be called once every engine has answered.
+        slot, version: of the bucket.
     """
 
     calls: Calls = field(default_factory=dict)
     finish: Callable[[], None] = _nothing
+    slot: int = 0
+    version: str = ""
 
 
 class Transport(ABC):
@@ -200,15 +203,6 @@ Post = Callable[[Any, str], Posted]
 """(a prepared bucket, its version) -> what was handed to the engines."""
 
 
-@dataclass
-class _UnderWay:
-    """A bucket that the engines are loading."""
-
-    slot: int
-    version: str
-    posted: Posted
-
-
 class BucketStream:
     """The buckets of one attempt.
 
@@ -227,7 +221,7 @@ class BucketStream:
         self._post = post
         self._version = version
         self._num_slots = num_slots
-        self._under_way: list[_UnderWay] = []
+        self._under_way: list[Posted] = []
         self._num_posted = 0
         self.answer_times: list[float] = []
         """Seconds from posting each bucket to its last answer, which may have waited for those of earlier ones."""
@@ -246,7 +240,7 @@ class BucketStream:
         self._unless_failed(lambda: self._wait_while(lambda one: True))
         for left in self._under_way:  # after a failure: the next attempt must not write where engines still read
             with suppress(WeightSyncError):
-                self._fleet.wait(left.posted.calls, f"the load of weights {left.version}")
+                self._fleet.wait(left.calls, f"the load of weights {left.version}")
 
     def _unless_failed(self, action: Callable[[], None]) -> None:
         if self.error is None:
@@ -261,7 +255,8 @@ class BucketStream:
         version = f"{self._version}.{self._num_posted}"
         begin = time.monotonic()
         posted = self._post(prepared, version)
-        self._under_way.append(_UnderWay(slot, version, posted))
+        posted.slot, posted.version = slot, version
+        self._under_way.append(posted)
         index, self._num_posted = self._num_posted, self._num_posted + 1
         self.answer_times.append(0.0)
 
@@ -271,15 +266,15 @@ class BucketStream:
         for call in posted.calls.values():
             call.add_done_callback(note)
 
-    def _wait_while(self, is_in_the_way: Callable[[_UnderWay], bool]) -> None:
+    def _wait_while(self, is_in_the_way: Callable[[Posted], bool]) -> None:
         while any(is_in_the_way(one) for one in self._under_way):
             self._confirm_first()
 
     def _confirm_first(self) -> None:
         first = self._under_way.pop(0)
-        answers = self._fleet.wait(first.posted.calls, f"the load of weights {first.version}")
-        first.posted.finish()
-        check_versions(self._fleet, dict(zip(first.posted.calls, answers, strict=True)), first.version)
+        answers = self._fleet.wait(first.calls, f"the load of weights {first.version}")
+        first.finish()
+        check_versions(self._fleet, dict(zip(first.calls, answers, strict=True)), first.version)
         went_on("buckets of weights")
 
 

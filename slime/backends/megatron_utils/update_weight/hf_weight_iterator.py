@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,17 +30,10 @@ from slime.weights.names import kept_together
 Bucket = list[tuple[str, torch.Tensor]]
 
 
-class WeightSource(Protocol):
-    """The weights of a trainer that is not Megatron's."""
-
-    def full_tensors(self, *, merged: bool = True) -> Iterator[Bucket]:
-        """Yield the whole model, each parameter as its (HF name, full tensor) pairs (collective)."""
-
-
 @torch.no_grad()
 def iter_hf_buckets(
     args: Args,
-    model: Sequence[torch.nn.Module] | WeightSource,
+    model: Any,
     *,
     buffer_size: int,
     only_own_stage: bool = False,
@@ -56,7 +49,8 @@ def iter_hf_buckets(
 
     Args:
         args: derived flags.
-        model: this rank's modules, wrapped or bare, or what has the weights of another backend.
+        model: this rank's modules, wrapped or bare, or the weights of another backend
+            (`slime.backends.fsdp_utils.weights.WeightSource`).
         buffer_size: bytes of a bucket; exceeded only by a parameter that is larger by itself, or with those that
             engines load only together with it.
         only_own_stage: what other pipeline stages have is theirs to send.
