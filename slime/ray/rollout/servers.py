@@ -217,7 +217,7 @@ class RolloutServers:
         end, failed = time.monotonic() + deadline_s, list[tuple[Any, Exception]]()
         for engine, ref in zip(engines, refs, strict=True):
             try:
-                if ref is None:
+                if isinstance(engine, ExternalEngine):
                     getattr(engine, method)(*values)
                 else:
                     get(ref, what, max(0.1, end - time.monotonic()))
