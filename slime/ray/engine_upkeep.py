@@ -55,14 +55,13 @@ class EngineUpkeep:
         """Start engines in place of lost ones; those that take the trainer's weights serve after the next sync."""
         if not self._is_on:
             return
-        get(self._manager.replace_engines.remote(), "engines in place of lost ones", REPLACE_DEADLINE_S)
+        self._ask("replace_engines", "engines in place of lost ones", deadline_s=REPLACE_DEADLINE_S)
         if not self.sends_weights:  # they have the weights that they are to have
             self.register()
 
     def handles(self) -> tuple[list[Any], list[int]]:
         """The engines that take the trainer's weights, and the GPUs of each."""
-        asked = self._manager.get_updatable_engines.remote()
-        return get(asked, "the engine handles", STATE_DEADLINE_S)
+        return self._ask("get_updatable_engines", "the engine handles")
 
     def connect(self) -> bool:
         """Have new trainers know the engines, and send their weights there next; whether any engine takes them."""
@@ -78,7 +77,7 @@ class EngineUpkeep:
     def register(self) -> None:
         """Let engines serve that have their weights, and watch over them."""
         if self._is_on:
-            get(self._manager.register_engines.remote(), "the router to take new engines", STATE_DEADLINE_S)
+            self._ask("register_engines", "the router to take new engines")
 
     def wait(self, ref: ray.ObjectRef | list[ray.ObjectRef], what: str) -> Any:
         """Wait for what is made of the engines' answers; meanwhile a model that has no engine any more gets others."""
@@ -96,7 +95,7 @@ class EngineUpkeep:
         """
         if not self._may_grow or not self.sends_weights or self.is_ahead or self._parts.turns.trainers_leave:
             return
-        engines, sizes = get(self._manager.admit_engines.remote(), "the engines that join", STATE_DEADLINE_S)
+        engines, sizes = self._ask("admit_engines", "the engines that join")
         if not engines:
             return
         self._engine_count = -1  # the next sync goes to all of them again
@@ -106,8 +105,7 @@ class EngineUpkeep:
         except ActorLost:
             raise
         except ActorFailure as error:
-            failed = self._manager.engines_failed.remote(range(len(engines)), str(error))
-            get(failed, "the watch over the engines", STATE_DEADLINE_S)
+            self._ask("engines_failed", "the watch over the engines", range(len(engines)), str(error))
         self.register()
 
     def serve_all(self, *, with_weights: bool = True) -> None:
@@ -130,7 +128,7 @@ class EngineUpkeep:
                 self._send_again()
 
     def _lacks_engines(self) -> bool:
-        return self._is_on and get(self._manager.lacks_engines.remote(), "the rollout manager", STATE_DEADLINE_S)
+        return self._is_on and self._ask("lacks_engines", "the rollout manager")
 
     def _start_where_there_is_room(self) -> None:
         self._parts.turns.to_engines()  # the new ones begin like these, which may have released their memory
@@ -148,8 +146,7 @@ class EngineUpkeep:
                 "they make are newer than their weight version %d",
                 self.version,
             )
-        hold = self._manager.hold_requests.remote()  # of other models, too, that release memory for the trainer
-        get(hold, "the rollout manager", STATE_DEADLINE_S)
+        self._ask("hold_requests", "the rollout manager")  # of other models, too: they release memory for the trainer
         self.send_weights(self.version)
         self._parts.turns.to_engines()
         self.register()
@@ -183,20 +180,19 @@ class EngineUpkeep:
         """Look at the engines a last time before a sync; returns a number that changes with every loss."""
         if not self._is_on:
             return self._engine_count
-        return get(self._manager.pause_watch.remote(), "the watch over the engines", STATE_DEADLINE_S)
+        return self._ask("pause_watch", "the watch over the engines")
 
     def _is_lost_meanwhile(self, error: ActorFailure, count: int) -> bool:
         silent = getattr(error.cause, "silent", ())
         if not self._is_on or (getattr(error.cause, "is_final", False) and not silent):
             return False  # nothing was lost that sending again would help
-        failed = self._manager.engines_failed.remote(silent, str(error))
-        return bool(get(failed, "the watch over the engines", STATE_DEADLINE_S) != count)
+        return bool(self._ask("engines_failed", "the watch over the engines", silent, str(error)) != count)
 
     def _raise_end_of_engine(self, error: ActorFailure) -> None:
         """Raise why an engine has ended, where a sync failed for that; with fault tolerance the watch has said so."""
         if isinstance(error, ActorLost) or self._is_on:
             return
-        if ended := get(self._manager.ended_engines.remote(), "the state of the engines", STATE_DEADLINE_S):
+        if ended := self._ask("ended_engines", "the state of the engines"):
             raise ActorFailure(f"{ended[0]}; noticed by a weight sync: {error}", error.details, error.cause) from error
 
     def _follow_engines(self, count: int, version: int) -> bool:
@@ -211,9 +207,8 @@ class EngineUpkeep:
         self._engine_count = count
         return True
 
-    @property
-    def _manager(self) -> Any:
-        return self._parts.manager
+    def _ask(self, verb: str, what: str, *values: Any, deadline_s: float = STATE_DEADLINE_S) -> Any:
+        return get(getattr(self._parts.manager, verb).remote(*values), what, deadline_s)
 
     @property
     def _trainers(self) -> RayTrainGroup:

@@ -263,10 +263,6 @@ class RayActor:
         self._listener = listen_anywhere(address)
         return address, self._listener.getsockname()[1]
 
-    def process_id(self) -> int:
-        """Process id of this actor, for messages and tests."""
-        return os.getpid()
-
 
 def _exits_as_errors(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)  # Ray's marks on the method, too

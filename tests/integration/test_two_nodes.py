@@ -115,7 +115,8 @@ def test_ranks_meet_at_a_port_that_was_taken_on_the_first_ones_node(placement: P
         actors.append(actor_class.remote())
     for actor in actors:
         address, port = ray.get(actor.master_address.remote())
-        listening = {c.laddr.port for c in psutil.Process(ray.get(actor.process_id.remote())).net_connections("tcp")}
+        process = psutil.Process(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
+        listening = {connection.laddr.port for connection in process.net_connections("tcp")}
         assert port in listening, "the rank itself holds the port"
         assert ray.get(actor.variable.remote("SLIME_TEST_NODES")) == "x y"
         addresses.append(address)
