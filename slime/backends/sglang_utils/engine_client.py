@@ -193,14 +193,13 @@ class EngineClient:
         Returns:
             the server's version.
         """
-        answer = self._update(
+        return self._load(
             "update_weights_from_tensor",
+            weight_version,
             serialized_named_tensors=list(serialized_named_tensors),
             load_format=load_format,
             flush_cache=flush_cache,
-            weight_version=weight_version,
         )
-        return self._version_now(answer, weight_version)
 
     def probe_link(self, master_address: str, master_port: int) -> None:
         """See whether a server of ours can connect to the trainer.
@@ -273,17 +272,16 @@ class EngineClient:
         Returns:
             the server's version.
         """
-        answer = self._update(
+        return self._load(
             "update_weights_from_distributed",
+            weight_version,
             names=list(names),
             dtypes=list(dtypes),
             shapes=[list(shape) for shape in shapes],
             group_name=group_name,
             load_format=load_format,
             flush_cache=flush_cache,
-            weight_version=weight_version,
         )
-        return self._version_now(answer, weight_version)
 
     def update_weights_from_disk(
         self, path: str, *, weight_version: str, local_dir: str | None = None, timeout_s: float = UPDATE_TIMEOUT_S
@@ -303,15 +301,14 @@ class EngineClient:
         Raises:
             RuntimeError: the server refuses the directory; it says why.
         """
-        answer = self._update(
+        return self._load(
             "update_weights_from_disk",
+            weight_version,
             timeout_s=timeout_s,
             model_path=path,
             load_format=self.disk_load_format + (f":{local_dir}" if local_dir else ""),
             flush_cache=False,
-            weight_version=weight_version,
         )
-        return self._version_now(answer, weight_version)
 
     def bring_copy(self, path: str, *, local_dir: str, timeout_s: float = UPDATE_TIMEOUT_S) -> None:
         """Have a server of ours bring its host's own copy of the weights to a version, while it generates.
@@ -366,8 +363,9 @@ class EngineClient:
     def _control(self, endpoint: str, payload: dict[str, Any], *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         http_utils.post_sync(f"{self.url}/{endpoint}", payload, timeout_s=timeout_s)
 
-    def _version_now(self, answer: dict[str, Any], sent: str | None) -> str:
-        """The version after an update: SGLang sets it once all is loaded, and says so in its answer."""
+    def _load(self, endpoint: str, sent: str | None, *, timeout_s: float = UPDATE_TIMEOUT_S, **payload: Any) -> str:
+        """Update weights; returns the version then: SGLang sets it once all is loaded, and says so in its answer."""
+        answer = self._update(endpoint, timeout_s=timeout_s, weight_version=sent, **payload)
         if sent is not None and f"Weight version updated to {sent}." in str(answer.get("message")):
             return sent
         return self.get_weight_version()

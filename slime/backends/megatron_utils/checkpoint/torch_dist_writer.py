@@ -232,7 +232,7 @@ def write_part(path: Path, part: Sequence[Parameter], value_of: Callable[[Parame
     return Part(chunks, stream.entry())
 
 
-class HashedStream:
+class HashedStream(Digest):
     """A file that is written from its beginning to its end, and the checksum of what it was given.
 
     Args:
@@ -240,13 +240,13 @@ class HashedStream:
     """
 
     def __init__(self, file: BinaryIO) -> None:
+        super().__init__()
         self._file = file
-        self._digest = Digest()
-        self.flush, self.tell, self.entry = file.flush, file.tell, self._digest.entry
+        self.flush, self.tell = file.flush, file.tell
 
     def write(self, data: Buffer) -> int:
         """Write at the end."""
-        self._digest.update(data)
+        self.update(data)
         return self._file.write(data)
 
 
