@@ -55,14 +55,14 @@ from benchmarks.gpu_runs import (  # noqa: E402
     run_train,
     series_of,
 )
-from slime.backends.megatron_utils.layers.fp8_training import (  # noqa: E402
+from slime.backends.megatron_utils.layers.fp8_linears import (  # noqa: E402
     Fp8Products,
     multiply,
     quantized,
     quantized_weight,
     rows_per_scale,
 )
-from slime.backends.megatron_utils.layers.int4_weights import Int4Weights  # noqa: E402
+from slime.backends.megatron_utils.layers.rounded_linear import Int4Weights  # noqa: E402
 from slime.config.megatron.precision.fp8_training_plan import FLAGS  # noqa: E402
 from slime.config.megatron.precision.int4_plan import FLAG as INT4_FLAG  # noqa: E402
 from slime.weights.quantization import dequantize, quantize_blocks, quantize_rows  # noqa: E402

@@ -37,7 +37,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("is_ue8m0", [False, True])
 @pytest.mark.parametrize(("tokens", "rows", "columns"), [(1, 768, 1024), (333, 576, 7168), (4096, 4096, 512)])
 def test_a_product_is_that_of_the_emulation(tokens: int, rows: int, columns: int, is_ue8m0: bool) -> None:
-    from slime.backends.megatron_utils.layers.fp8_forward import Scaled, emulated_product, fp8_product
+    from slime.backends.megatron_utils.layers.fp8_linears import Scaled, emulated_product, fp8_product
 
     given, weight = normal(tokens, columns), normal(rows, columns, seed=1)
     found = fp8_product(given, weight, is_ue8m0)
@@ -52,13 +52,13 @@ def test_a_product_is_that_of_the_emulation(tokens: int, rows: int, columns: int
 @needs_deep_gemm
 @pytest.mark.parametrize("counts", [[300, 0, 17, 195], [0, 512, 0, 0], [1, 2, 3, 506], [0, 0, 0, 0]])
 def test_experts_have_the_products_of_the_emulation(counts: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    from slime.backends.megatron_utils.layers import fp8_forward
+    from slime.backends.megatron_utils.layers import fp8_linears
 
     rows = normal(sum(counts), HIDDEN)
     weights = [normal(WIDTH, HIDDEN, seed=1 + expert) for expert in range(len(counts))]
-    found = fp8_forward.fp8_grouped_product(rows, weights, counts, torch.empty(0), is_ue8m0=False)
-    monkeypatch.setattr(fp8_forward, "is_on_gpu", lambda _: False)
-    expected = fp8_forward.fp8_grouped_product(rows, weights, counts, torch.empty(0), is_ue8m0=False)
+    found = fp8_linears.fp8_grouped_product(rows, weights, counts, torch.empty(0), is_ue8m0=False)
+    monkeypatch.setattr(fp8_linears, "is_on_gpu", lambda _: False)
+    expected = fp8_linears.fp8_grouped_product(rows, weights, counts, torch.empty(0), is_ue8m0=False)
     assert found.shape == expected.shape == (sum(counts), WIDTH)
     assert not sum(counts) or relative(found, expected) < 4e-3
 
@@ -67,7 +67,7 @@ def test_experts_have_the_products_of_the_emulation(counts: Sequence[int], monke
 def test_gradients_are_those_of_megatrons_linear_layer() -> None:
     from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 
-    from slime.backends.megatron_utils.layers.fp8_forward import Fp8Forward
+    from slime.backends.megatron_utils.layers.fp8_linears import Fp8Forward
     from slime.backends.megatron_utils.layers.rounded_linear import rounded_linear
 
     grad, gradients = normal(64, 2, WIDTH, seed=2), []

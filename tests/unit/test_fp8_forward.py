@@ -122,7 +122,7 @@ def check_linears(args: argparse.Namespace) -> None:
     """Each linear layer of layer 0, with its own part of what all ranks are given."""
     from megatron.core import parallel_state
 
-    from slime.backends.megatron_utils.layers.fp8_forward import compute_in_fp8
+    from slime.backends.megatron_utils.layers.fp8_linears import compute_in_fp8
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
     from slime.config.megatron.precision.fp8_forward_plan import Fp8Choice
 
@@ -170,7 +170,7 @@ def test_a_linear_layer_rounds_what_it_multiplies_and_has_the_gradients_of_bf16(
 def check_that_models_agree(args: argparse.Namespace, hf: Path) -> None:
     """The model in fp8 is near the one that does not round, and not the same; its gradients are finite."""
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-    from slime.backends.megatron_utils.layers.fp8_forward import compute_in_fp8
+    from slime.backends.megatron_utils.layers.fp8_linears import compute_in_fp8
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
     from slime.config.megatron.precision.fp8_forward_plan import Fp8Choice
 
@@ -203,7 +203,7 @@ def test_a_model_in_fp8_is_near_the_one_in_full_precision(tmp_path: Path, family
 
 def check_experts(args: argparse.Namespace) -> None:
     from slime.backends.megatron_utils.layers import grouped_experts
-    from slime.backends.megatron_utils.layers.fp8_forward import compute_in_fp8, fp8_grouped_product
+    from slime.backends.megatron_utils.layers.fp8_linears import compute_in_fp8, fp8_grouped_product
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
     from slime.config.megatron.precision.fp8_forward_plan import Fp8Choice
 
@@ -287,8 +287,8 @@ def fake_deep_gemm(alignment: int) -> types.ModuleType:
 
 
 def check_deep_gemm(_: argparse.Namespace) -> None:
-    from slime.backends.megatron_utils.layers import fp8_forward
-    from slime.backends.megatron_utils.layers.fp8_forward import aligned_places, fp8_grouped_product, fp8_product
+    from slime.backends.megatron_utils.layers import fp8_linears
+    from slime.backends.megatron_utils.layers.fp8_linears import aligned_places, fp8_grouped_product, fp8_product
 
     assert [part.tolist() for part in aligned_places([3, 0, 1], 2)] == [[0, 1, 2, 4], [0, 0, 0, 0, 2, 2]]
     generator = torch.Generator().manual_seed(0)
@@ -298,7 +298,7 @@ def check_deep_gemm(_: argparse.Namespace) -> None:
     sys.modules["deep_gemm"] = fake_deep_gemm(alignment=8)
     found = []
     for is_on_gpu in (False, True):
-        fp8_forward.is_on_gpu = lambda _, answer=is_on_gpu: answer
+        fp8_linears.is_on_gpu = lambda _, answer=is_on_gpu: answer
         grouped = fp8_grouped_product(rows, weights, counts, torch.empty(0), is_ue8m0=False)
         empty = fp8_product(rows[:0], weights[0], False)
         found.append([fp8_product(rows, weights[0], True), grouped, empty])

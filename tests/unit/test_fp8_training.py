@@ -39,7 +39,7 @@ def check_linears(args: argparse.Namespace) -> None:
     """Each linear layer of layer 0, with its own part of what all ranks are given."""
     from megatron.core import parallel_state
 
-    from slime.backends.megatron_utils.layers.fp8_training import train_in_fp8
+    from slime.backends.megatron_utils.layers.fp8_linears import train_in_fp8
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
 
     model = get_model_provider_func(args)().bfloat16()
@@ -94,7 +94,7 @@ def test_output_and_both_gradients_are_products_of_e4m3_values(tmp_path: Path, f
 
 def check_sync(args: argparse.Namespace) -> None:
     """The bytes that go to the engines are those that the layers multiply with."""
-    from slime.backends.megatron_utils.layers.fp8_training import quantized_weight
+    from slime.backends.megatron_utils.layers.fp8_linears import quantized_weight
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
     from slime.backends.megatron_utils.update_weight.hf_weight_iterator import iter_hf_buckets
 
@@ -130,7 +130,7 @@ def test_engines_get_the_very_values_that_were_trained_with(tmp_path: Path) -> N
 
 
 def check_recomputation(args: argparse.Namespace) -> None:
-    from slime.backends.megatron_utils.layers.fp8_training import train_in_fp8
+    from slime.backends.megatron_utils.layers.fp8_linears import train_in_fp8
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
 
     ids = torch.randint(0, 100, (1, 14), generator=torch.Generator().manual_seed(3))

@@ -49,7 +49,7 @@ def check_linears(args: argparse.Namespace, group_size: int) -> None:
     """Each linear layer of layer 0, with its own part of what all ranks are given."""
     from megatron.core import parallel_state
 
-    from slime.backends.megatron_utils.layers.int4_weights import round_weights_to_int4
+    from slime.backends.megatron_utils.layers.rounded_linear import round_weights_to_int4
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
 
     model = get_model_provider_func(args)()
@@ -99,7 +99,7 @@ def tensors_of(args: argparse.Namespace, model: torch.nn.Module) -> dict[str, to
 
 def check_sync(args: argparse.Namespace, fmt: Int4Format) -> None:
     """What a sync sends, read back, is what the trainer computes with, bit for bit."""
-    from slime.backends.megatron_utils.layers.int4_weights import Int4Weights
+    from slime.backends.megatron_utils.layers.rounded_linear import Int4Weights
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
 
     for dtype in (torch.float32, torch.bfloat16):
@@ -126,7 +126,7 @@ def check_model(args: argparse.Namespace, hf: Path) -> None:
     """A model with rounding has the log-probs of one whose weights were read from the int4 checkpoint; and gradients
     for its own weights, with and without recomputation."""
     from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
-    from slime.backends.megatron_utils.layers.int4_weights import round_weights_to_int4
+    from slime.backends.megatron_utils.layers.rounded_linear import round_weights_to_int4
     from slime.backends.megatron_utils.model_provider import get_model_provider_func
 
     ids = torch.randint(0, 100, (1, 14), generator=torch.Generator().manual_seed(3))

@@ -52,7 +52,7 @@ def transformer_config(args: Args) -> TransformerConfig:
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
         "mtp_num_layers": args.mtp_num_layers or None,
-        "fp8": None,  # layers.fp8_training does it; Megatron's own needs TransformerEngine
+        "fp8": None,  # layers.fp8_linears does it; Megatron's own needs TransformerEngine
         # Its default asserts MoE settings even of dense models when sequence lengths vary.
         "moe_token_dispatcher_type": "flex" if args.moe_enable_deepep else "alltoall",
         # model.activation_offload does it; Megatron's own needs TransformerEngine

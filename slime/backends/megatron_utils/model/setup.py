@@ -19,11 +19,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
-from slime.backends.megatron_utils.layers.fp8_forward import compute_in_fp8
-from slime.backends.megatron_utils.layers.fp8_training import train_in_fp8
-from slime.backends.megatron_utils.layers.int4_weights import round_weights_to_int4
+from slime.backends.megatron_utils.layers.fp8_linears import compute_in_fp8, train_in_fp8
 from slime.backends.megatron_utils.layers.lora import attach_adapters
 from slime.backends.megatron_utils.layers.mtp import PredictionClip, mark_predictions
+from slime.backends.megatron_utils.layers.rounded_linear import round_weights_to_int4
 from slime.backends.megatron_utils.layers.value_head import HEAD, is_value_model, replace_output_layer
 from slime.backends.megatron_utils.model.model_weights import (
     EMBEDDING,

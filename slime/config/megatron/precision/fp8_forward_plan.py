@@ -4,7 +4,7 @@ The forward pass is to be the engine's, so what counts is what the engine comput
 blocks, a layer that it keeps in 16 bit stays so here, and the blocks of a rank's share of a weight have to be blocks
 of the HF tensors. A block of 128 rows must therefore not hold the end of one tensor and the start of the next one: not
 two heads that are neighbours only in Megatron's order of rows, nor a gate and its up projection. It reads flags and
-config.json and computes nothing; fp8_forward.py does.
+config.json and computes nothing; fp8_linears.py does.
 """
 
 from __future__ import annotations

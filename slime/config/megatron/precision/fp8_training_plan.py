@@ -2,7 +2,7 @@
 
 A weight is quantised in blocks of 128 x 128, and all three of its products sum over blocks of 128, so that both of its
 sizes on a rank are multiples of it; other layers stay in 16 bit. Where the engines' checkpoint is fp8, the blocks are
-its blocks, and what it keeps in 16 bit stays so here. fp8_training.py computes.
+its blocks, and what it keeps in 16 bit stays so here. fp8_linears.py computes.
 """
 
 from __future__ import annotations

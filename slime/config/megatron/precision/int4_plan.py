@@ -1,7 +1,7 @@
 """Training with the weights that an int4 engine computes with (OPEN_TRAINING_INT4_FAKE_QAT_FLAG).
 
 The two environment variables are upstream slime's. They are read once, with the command line, and handed on to the
-trainers in --train-env-vars; int4_weights.py rounds.
+trainers in --train-env-vars; rounded_linear.py rounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Linear layers whose forward pass computes as SGLang's fp8 engine does, and whose gradients are those of bf16.
+"""Linear layers in fp8: their forward pass alone, as SGLang's fp8 engine computes it, or gradients, too.
 
 An engine with fp8 weights multiplies e4m3 values: weights with one scale a block of 128 x 128, and what a layer is
 given with one scale for each token's next 128 channels. Here the same is done to the trainer's weights and
@@ -8,6 +8,22 @@ before (straight through): rounding has no gradient of use.
 Only the product on a rank changes (rounded_linear.py). On CUDA it is DeepGEMM's (sgl-deep-gemm, Hopper's fp32 scales);
 `emulated_product` is what it is compared to, and what it is on a CPU, where the tests run it and the command line
 refuses it. Which layers are chosen is fp8_forward_plan's.
+
+`train_in_fp8` (--fp8-format e4m3) multiplies e4m3 values in the forward pass and in both gradients.
+As DeepSeek-V3 (arXiv:2412.19437, section 3.3), with every product's sums in fp32:
+
+| product | left | right |
+|---|---|---|
+| output [T, out] = input x weight^T | input, 1 x 128 along its channels | weight, 128 x 128 |
+| gradient of the input [T, in] = grad x weight | grad, 1 x 128 along its channels | the same values, transposed |
+| gradient of the weight [out, in] = grad^T x input | grad, 128 x 1 along tokens | input, 128 x 1 along tokens |
+
+The weight's values are those that a sync sends to an fp8 engine, and the input's those that it computes with. Master
+weights, the sum of gradients, the optimizer, embeddings, norms, routers, experts and the output layer stay as they
+are. Everything is quantised where it is multiplied; between layers there is bf16.
+
+On a GPU the products are cuBLAS's (torch.nn.functional.scaled_mm, Hopper and CUDA 12.9) and the values come from
+kernels/fp8_tiles.py. On a CPU, where tests run, the same values are multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -18,6 +34,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from slime.backends.megatron_utils.layers.grouped_experts import GroupedExperts, stacked
 from slime.backends.megatron_utils.layers.rounded_linear import (
@@ -25,9 +42,10 @@ from slime.backends.megatron_utils.layers.rounded_linear import (
     compute_with,
     gradients_of_16_bit,
     linears_of,
+    numbered_layers,
 )
-from slime.backends.megatron_utils.model_provider import unwrap
 from slime.config.megatron.precision.fp8_forward_plan import LAYERS, MOE_LAYERS, Fp8Choice
+from slime.config.megatron.precision.fp8_training_plan import Fp8Training
 from slime.config.megatron.precision.linear_plan import BLOCK, EXPERTS, PART_OF_BLOCK
 from slime.utils.errors import UsageError
 from slime.weights.quantization import dequantize, quantize_blocks, quantize_rows
@@ -55,13 +73,11 @@ def compute_in_fp8(models: Sequence[torch.nn.Module], choice: Fp8Choice | None) 
     """
     if choice is None:
         return
-    for model in models:
-        for layer in unwrap(model).decoder.layers:
-            number = layer.layer_number - 1  # Megatron counts from 1, over all pipeline stages
-            if number in choice.layers:
-                _change_linears(layer, number, choice)
-            if number in choice.expert_layers:
-                _change_experts(layer, number, choice)
+    for number, layer in numbered_layers(models):
+        if number in choice.layers:
+            _change_linears(layer, number, choice)
+        if number in choice.expert_layers:
+            _change_experts(layer, number, choice)
 
 
 def _change_linears(layer: torch.nn.Module, number: int, choice: Fp8Choice) -> None:
@@ -217,3 +233,115 @@ def _aligned_columns(scales: torch.Tensor) -> torch.Tensor:
     columns = scales.new_empty((groups, -(-rows // 4) * 4))[:, :rows]
     columns.copy_(scales.t())
     return columns.t()
+
+
+# ---- gradients in fp8, too
+
+
+def train_in_fp8(models: Sequence[torch.nn.Module], plan: Fp8Training | None) -> None:
+    """Let the linear layers of the plan compute forward pass and gradients in fp8, and say which ones do not.
+
+    Args:
+        models: this rank's chunks, in Megatron's 16-bit wrapper or bare.
+        plan: None changes nothing.
+    """
+    if plan is None:
+        return
+    count, others = 0, set()
+    for number, layer in numbered_layers(models):
+        for name, module in linears_of(layer):
+            if plan.takes(number, name):
+                compute_with(module, Fp8Products(plan.fmt.is_ue8m0))
+                count += 1
+            else:
+                others.add(f"{name} {list(module.weight.shape)}")
+    logger.info("%d linear layers are trained in fp8, these in 16 bit: %s", count, ", ".join(sorted(others)) or "none")
+
+
+class Fp8Products(NamedTuple):
+    """The products of a linear layer (`Rounding`), all three in fp8."""
+
+    is_ue8m0: bool
+
+    def product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """rows [T, in] times a weight [out, in] transposed -> [T, out]."""
+        along_rows, _ = quantized(rows, rows=True)
+        return multiply(along_rows, quantized_weight(weight, is_ue8m0=self.is_ue8m0), rows.dtype)[: len(rows)]
+
+    def gradients(self, grad: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, WeightGradient]:
+        """As `Rounding.gradients`."""
+        along_rows, along_columns = quantized(grad, rows=True, columns=weight.requires_grad)
+        turned = quantized_weight(weight, is_ue8m0=self.is_ue8m0, transposed=True)
+        of_input = multiply(along_rows, turned, grad.dtype)[: len(grad)]
+
+        def of_weight(rows: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Tensor | None:
+            _, input_columns = quantized(rows, columns=True)
+            if main_grad is None:
+                return multiply(along_columns, input_columns, grad.dtype)
+            main_grad.add_(multiply(along_columns, input_columns, torch.float32))
+            return None
+
+        return of_input, of_weight
+
+
+Vectors = Scaled
+"""e4m3 [M, C] and fp32 [M, C / 128], or, of a weight, fp32 [M / 128, C / 128]."""
+NOTHING = Scaled(torch.empty(0), torch.empty(0))
+
+
+def quantized(matrix: torch.Tensor, *, rows: bool = False, columns: bool = False) -> tuple[Vectors, Vectors]:
+    """A matrix [T, K], with T filled up to T' = a multiple of 128, quantised along its rows [T', K], and, transposed,
+    along its columns [K, T']; NOTHING for what was not asked for."""
+    if is_on_gpu(matrix):
+        from slime.backends.megatron_utils.kernels.fp8_tiles import quantize_vectors
+
+        found = quantize_vectors(matrix, rows=rows, columns=columns)
+        of_rows, of_columns = (NOTHING if pair is None else Scaled(*pair) for pair in found)
+        return of_rows, of_columns
+    padded = F.pad(matrix, (0, 0, 0, -len(matrix) % BLOCK))
+    return (
+        Scaled(*quantize_rows(padded, BLOCK)) if rows else NOTHING,
+        Scaled(*quantize_rows(padded.t(), BLOCK)) if columns else NOTHING,
+    )
+
+
+def quantized_weight(weight: torch.Tensor, *, is_ue8m0: bool, transposed: bool = False) -> Scaled:
+    """A weight [N, K] with one scale a block of 128 x 128, both multiples of it; or its transpose, of the same
+    values."""
+    weight = weight.detach()
+    if is_on_gpu(weight):
+        from slime.backends.megatron_utils.kernels.fp8_tiles import quantize_weight
+
+        return Scaled(*quantize_weight(weight, is_ue8m0=is_ue8m0, transposed=transposed))
+    values, scales = quantize_blocks(weight, (BLOCK, BLOCK), ue8m0=is_ue8m0)
+    return Scaled(values.t(), scales.t()) if transposed else Scaled(values, scales)
+
+
+def multiply(left: Scaled, right: Scaled, dtype: torch.dtype) -> torch.Tensor:
+    """left [M, C] times right [N, C] transposed, each with scales for 1 x 128 or for 128 x 128 -> [M, N]."""
+    if not is_on_gpu(left.values):
+        matrices = (dequantize(*side, (rows_per_scale(side), BLOCK)) for side in (left, right))
+        first, second = matrices
+        return (first @ second.t()).to(dtype)
+    if not left.values.numel():
+        return left.values.new_zeros((len(left.values), len(right.values)), dtype=dtype)
+    (scale_a, recipe_a), (scale_b, recipe_b) = map(_as_cublas_reads, (left, right))
+    found: torch.Tensor = F.scaled_mm(
+        left.values, right.values.t(), scale_a, recipe_a, scale_b, recipe_b, output_dtype=dtype
+    )
+    return found
+
+
+def rows_per_scale(side: Scaled) -> int:
+    """1 of tokens, 128 of weights. A matrix of one row of blocks is a weight's where it has one row of scales."""
+    return 1 if side.scales.shape[0] == side.values.shape[0] else BLOCK
+
+
+def _as_cublas_reads(side: Scaled) -> tuple[torch.Tensor, F.ScalingType]:
+    """Scales, and what they are called. [M, C / 128] column by column; of blocks, which are read in fours, [C' / 128,
+    M / 128] with C' filled up to 4 x 128."""
+    if rows_per_scale(side) == 1:
+        return side.scales, F.ScalingType.BlockWise1x128
+    rows, columns = side.scales.shape
+    stride = -(-columns // 4) * 4
+    return side.scales.as_strided((stride, rows), (1, stride)), F.ScalingType.BlockWise128x128
