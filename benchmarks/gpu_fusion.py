@@ -67,7 +67,7 @@ def parts(shape: str, device: str) -> Iterator[Part]:
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
     from slime.algorithms.log_probs import calculate_log_probs_and_entropy
-    from slime.backends.megatron_utils.megatron_patch.packed_rope import rotate as rotation
+    from slime.backends.megatron_utils.megatron_patch.layers import rotate as rotation
     from slime.backends.megatron_utils.model.spec import rms_norm
     from slime.utils.accelerator.fusion import fused_on_cuda
 

@@ -115,13 +115,13 @@ def test_the_rotations_kernel_computes_what_the_definition_says(
     heads_dim: tuple[int, int], are_read_paired: bool, are_written_paired: bool, dtype: torch.dtype
 ) -> None:
     from slime.backends.megatron_utils.kernels.small import rotate
-    from slime.backends.megatron_utils.megatron_patch import packed_rope
+    from slime.backends.megatron_utils.megatron_patch import layers
 
     heads, dim = heads_dim
     t = torch.randn(77, 2 * heads, dim, device=DEVICE, generator=generator()).to(dtype)
     angles = torch.randn(77, 1, dim, device=DEVICE, generator=generator())
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    plain = inspect.unwrap(packed_rope.rotate)
+    plain = inspect.unwrap(layers.rotate)
     close_to_float64(
         lambda x: rotate(x[:, heads:], cos, sin, are_read_paired, are_written_paired),
         lambda x: plain(x[:, heads:], cos.double(), sin.double(), are_read_paired, are_written_paired),
@@ -179,14 +179,14 @@ def test_a_model_on_cuda_takes_the_kernels() -> None:
     megatron_patch.apply("cuda")
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
-    from slime.backends.megatron_utils.megatron_patch import packed_rope
+    from slime.backends.megatron_utils.megatron_patch import layers
     from slime.backends.megatron_utils.model.spec import rms_norm
 
     x = torch.randn(8, 2, 64, device="cuda", requires_grad=True)
     weight, angle = torch.ones(64, device="cuda"), torch.randn(8, 1, 64, device="cuda")
     for out, kernel in (
         (rms_norm(x, weight, 1e-6, False), "_RMSNorm"),
-        (packed_rope.rotate(x, angle.cos(), angle.sin(), False, False), "_Rotation"),
+        (layers.rotate(x, angle.cos(), angle.sin(), False, False), "_Rotation"),
         (bias_swiglu_impl(x, None), "SwiGLU"),
     ):
         function = out.grad_fn if kernel != "SwiGLU" else out.grad_fn.next_functions[0][0]

@@ -9,7 +9,7 @@ import megatron.core.models.common.embeddings.rope_utils as rope_utils
 import pytest
 import torch
 
-from slime.backends.megatron_utils.megatron_patch import packed_rope
+from slime.backends.megatron_utils.megatron_patch import layers
 
 LENGTHS, HEADS, ROTATED, REST = [8, 4, 12], 3, 8, 4
 # Latent attention's, and GLM-4's, which interleaves.
@@ -21,7 +21,7 @@ KINDS["latent, interleaved"] = KINDS["latent"] | KINDS["interleaved"]
 def rotate(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Our function in the place of Megatron's."""
     monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_thd", rope_utils._apply_rotary_pos_emb_thd)
-    packed_rope.rotate_packs_at_once()
+    layers.rotate_packs_at_once()
     return rope_utils._apply_rotary_pos_emb_thd
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from megatron.core import parallel_state
 
-from slime.backends.megatron_utils.megatron_patch import single_rank
+from slime.backends.megatron_utils.megatron_patch import layers as patches
 
 
 def test_only_an_nccl_group_of_one_rank_without_options_of_its_own_is_made_small(
@@ -15,8 +15,8 @@ def test_only_an_nccl_group_of_one_rank_without_options_of_its_own_is_made_small
 ) -> None:
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr(parallel_state, "create_group", lambda *given, **more: made.append((*given, more)))
-    monkeypatch.setattr(single_rank, "smallest", lambda: "small")  # torch for the CPU has no options of NCCL
-    single_rank.use_small_groups()
+    monkeypatch.setattr(patches, "smallest", lambda: "small")  # torch for the CPU has no options of NCCL
+    patches.use_small_groups()
     create = parallel_state.create_group
     create([0], timeout=9, pg_options=None, group_desc="TP")
     create([0], backend="nccl")

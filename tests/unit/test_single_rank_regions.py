@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from slime.backends.megatron_utils.megatron_patch import single_rank
+from slime.backends.megatron_utils.megatron_patch import layers as patches
 
 NAMES = ("copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region")
 
@@ -27,7 +27,7 @@ def test_a_region_of_one_rank_gives_back_what_it_got_and_any_other_is_megatrons(
 
     for each in NAMES:
         monkeypatch.setattr(layers, each, upstream)
-    single_rank.skip_regions()
+    patches.skip_regions()
     region, x = getattr(layers, name), torch.ones(2)
     alone, two = (SimpleNamespace(size=lambda size=size: size) for size in (1, 2))
     assert region(x, group=alone) is x

@@ -35,7 +35,7 @@ from slime.backends.megatron_utils.layers.varlen_attention import (
     varlen_kernel,
 )
 from slime.backends.megatron_utils.loss import DeferredLogits
-from slime.backends.megatron_utils.megatron_patch.packed_rope import rotate
+from slime.backends.megatron_utils.megatron_patch.layers import rotate
 from slime.backends.megatron_utils.model.spec import rms_norm
 from slime.config.args import Args
 from slime.config.rules.backends import unsupported_models

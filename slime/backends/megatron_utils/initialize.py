@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils import megatron_patch
-from slime.backends.megatron_utils.megatron_patch.single_rank import smallest
+from slime.backends.megatron_utils.megatron_patch.layers import smallest
 from slime.config.args import Args
 from slime.observability.timer import CudaClock, Timer
 from slime.utils import accelerator

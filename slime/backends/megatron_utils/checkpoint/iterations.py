@@ -31,10 +31,9 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 
-from slime.backends.megatron_utils.checkpoint.background_save import BackgroundSave
 from slime.backends.megatron_utils.layers.lora import base_checksum, check_base, has_adapters, is_base
 from slime.backends.megatron_utils.layers.value_head import is_of_head, value_head_of
-from slime.backends.megatron_utils.megatron_patch.checkpoints import loading
+from slime.backends.megatron_utils.megatron_patch.checkpoints import BackgroundSave, loading
 from slime.backends.megatron_utils.model.model_weights import is_of_adapter
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.optimizer import make_moments
@@ -125,7 +124,7 @@ def begin_checkpoint(
         contents: what to save of optimizer (with the schedule), schedule and rng; the weights always are.
         model_shape: the numbers of `arguments.model_shape`, kept beside the tensors for checks at parse time.
         write_more: called with the unfinished directory on every rank, to add files of its own.
-        in_background: leave the tensors to processes that go on when this returns (`background_save.BackgroundSave`).
+        in_background: leave the tensors to processes that go on when this returns (`BackgroundSave`).
 
     Raises:
         DiskFull: it does not fit; nothing of it is left, and the tracker still names the one before.

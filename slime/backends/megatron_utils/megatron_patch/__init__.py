@@ -23,10 +23,8 @@ def apply(kind: str) -> None:
         from slime.backends.megatron_utils.megatron_patch import (
             checkpoints,
             cpu,
-            frozen,
             known_shapes,
-            packed_rope,
-            single_rank,
+            layers,
             without_apex,
         )
 
@@ -35,15 +33,15 @@ def apply(kind: str) -> None:
             cpu.exchange_uneven_shares()
         else:
             without_apex.use_fused_swiglu()
-            single_rank.use_small_groups()
+            layers.use_small_groups()
         checkpoints.read_data_alone()
         checkpoints.write_in_process()
-        frozen.use_frozen_weights()
-        frozen.recompute_behind_frozen()
+        layers.use_frozen_weights()
+        layers.recompute_behind_frozen()
         without_apex.use_fused_adam()
         without_apex.use_fused_clipping()
         without_apex.do_without_te()
         without_apex.accumulate_in_product()
         known_shapes.send_known_shapes()
-        single_rank.skip_regions()
-        packed_rope.rotate_packs_at_once()
+        layers.skip_regions()
+        layers.rotate_packs_at_once()

@@ -1,18 +1,19 @@
-"""Read and write torch_dist checkpoints as data, in this process."""
+"""Read and write torch_dist checkpoints as data, in this process, and in its background."""
 
 from __future__ import annotations
 
+import concurrent.futures as cf
 import io
 import pickle
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from slime.checkpoints.paths import check_names, read_metadata
+from slime.checkpoints.paths import Entry, check_names, entries_of, read_metadata
 from slime.checkpoints.rollout_files import reason_of
 from slime.training.resume import holds
 from slime.utils.errors import UsageError
@@ -99,7 +100,7 @@ def write_in_process() -> None:
     Upstream (0.16.1): even a synchronous torch_dist save forks a writer for each file and keeps a queue manager
     process. A fork of a trainer that has gRPC and gloo threads can hang, a writer that dies leaves the save waiting
     for ever, and the manager outlives a rank that is killed. Files and their content stay the same. It can go when
-    upstream has a writer without processes. With --async-save a thread writes (checkpoint.background_save).
+    upstream has a writer without processes. With --async-save a thread writes (`BackgroundSave`).
 
     Of the files that rank 0 alone writes, while the others wait for it in a collective, an error is kept until all
     ranks can learn of it (full_disk).
@@ -140,3 +141,61 @@ def _save_common(strategy: Any, state: Any, directory: str | Path) -> None:
     if torch.distributed.get_rank() == 0:
         with (Path(directory) / COMMON_STATE_FNAME).open("wb") as file:
             torch.save(state, file)
+
+
+class BackgroundSave:
+    """A checkpoint whose files a thread writes while training goes on (--async-save).
+
+    When the save begins, the tensors are copied to host memory: what is written is what they were then, and the host
+    needs room for it. The thread writes them, by Megatron's writer, and reads back what it has written, for the
+    manifest. It ends with its process.
+
+    Args:
+        request: of `dist_checkpointing.save(..., async_sharded_save=True)`.
+        directory: of the checkpoint.
+        is_mine: which of its files this rank writes.
+    """
+
+    def __init__(self, request: Any, directory: Path, is_mine: Callable[[Path], bool]) -> None:
+        self._finalize = list(request.finalize_fns)
+        write = _staged(request) if request.async_fn is not None else None  # without: this rank has nothing to write
+
+        def run() -> dict[str, Entry]:
+            if write is not None:
+                write()
+            return entries_of(directory, [path for path in sorted(directory.glob("*.distcp")) if is_mine(path)])
+
+        threads = cf.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._entries = threads.submit(run)
+        threads.shutdown(wait=False)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether `finish` has nothing to wait for on this rank."""
+        return self._entries.done()
+
+    def finish(self, deadline_s: float) -> dict[str, Entry]:
+        """Wait for the files and write what describes them all (collective).
+
+        Returns:
+            the entries of this rank's files for the manifest.
+
+        Raises:
+            Exception: what writing failed with, on every rank; CheckpointException, which is none, among others.
+            TimeoutError: it took too long.
+        """
+        cf.wait([self._entries], timeout=deadline_s)
+        for action in self._finalize:  # the first one raises what any rank failed with
+            action()
+        return self._entries.result(timeout=deadline_s)
+
+
+def _staged(request: Any) -> Callable[[], None]:
+    """The writing of copies; Megatron copies what is on a device, and would write host tensors as they are by then."""
+    write, (rank, live, results) = request.async_fn, request.async_fn_args
+    held = {tensor.data_ptr() for *_, (_, tensors) in live for _, tensor in tensors}
+    staged = []
+    for path, key, (data, tensors) in request.preload_fn():
+        copies = [(item, tensor.clone() if tensor.data_ptr() in held else tensor) for item, tensor in tensors]
+        staged.append((path, key, (data, copies)))
+    return lambda: write(rank, staged, results, **request.async_fn_kwargs)
