@@ -304,7 +304,7 @@ def test_an_engine_that_its_router_does_not_take_is_lost_and_ends_nothing() -> N
 
     model.put_behind_router = refuse  # type: ignore[method-assign]
     one.register()
-    assert one.urls() == {0: "ours0"} and one.lost == 2
+    assert one.urls() == {0: "ours0"} and one.counts["rollout/engines_lost"] == 2
 
 
 def test_an_engine_is_lost_by_its_handle_and_one_that_cannot_be_replaced_is_not_known() -> None:
@@ -321,7 +321,7 @@ def test_an_answer_that_was_due_of_a_lost_engine_does_not_cost_the_one_in_its_pl
     one.lose(1, "ours1", "it died")
     one.replace()
     one.lose(1, "ours1", "it did not answer")
-    assert one.urls() == {0: "ours0", 1: "new1"} and one.lost == 1
+    assert one.urls() == {0: "ours0", 1: "new1"} and one.counts["rollout/engines_lost"] == 1
 
 
 def test_requests_of_every_model_wait_while_memory_changes_hands() -> None:

@@ -65,7 +65,8 @@ class Replacements:
         self._is_spent = False
         self._last_failure = ""
         self.count = 0  # How often an engine was lost or replaced.
-        self._counts = dict.fromkeys(("lost", "replaced", "joined", "left"), 0)
+        kinds = ("rollout/engines_lost", "rollout/engines_replaced", "rollout/engines_joined", "rollout/engines_left")
+        self.counts = dict.fromkeys(kinds, 0.0)
         self._at_the_door: list[Seat] = []  # Guests, until the driver lets them in.
         self._models = servers.models
         self.watch = EngineWatch(
@@ -93,8 +94,7 @@ class Replacements:
     def metrics(self) -> dict[str, float]:
         """Engines that serve now; losses and replacements since the start."""
         serving = len(self.urls()) - len(self._waiting)
-        of_kinds = {f"rollout/engines_{what}": float(count) for what, count in self._counts.items()}
-        return {"rollout/engines": float(serving), **of_kinds}
+        return {"rollout/engines": float(serving), **self.counts}
 
     # ---- guests (--elastic-rollout)
 
@@ -125,7 +125,7 @@ class Replacements:
                 elif seat.group is not None and seat.kind is not None:
                     seat.model.groups = [*seat.model.groups, (seat.kind, seat.group)]
             self.count += len(guests)
-            self._counts["joined"] += len(guests)
+            self.counts["rollout/engines_joined"] += len(guests)
             self._seats += guests
             self._waiting += guests
             return [seat.engine for seat in self._waiting if seat.takes_weights and not seat.is_lost]
@@ -152,7 +152,7 @@ class Replacements:
     def _show_out(self, seat: Seat) -> None:
         assert seat.worker is not None
         self.count += 1
-        self._counts["left"] += 1
+        self.counts["rollout/engines_left"] += 1
         self._seats = [other for other in self._seats if other is not seat]
         self._waiting = [other for other in self._waiting if other is not seat]
         model = seat.model
@@ -198,7 +198,7 @@ class Replacements:
                 return
             seat.is_lost = True
             self.count += 1
-            self._counts["lost"] += 1
+            self.counts["rollout/engines_lost"] += 1
             if seat in self._waiting:  # lost again before it served
                 self._waiting.remove(seat)
             if seat.is_guest:
@@ -265,7 +265,7 @@ class Replacements:
         seats += self._start([seat for seat in lost if seat.external is None])
         if seats:
             self.count += 1
-            self._counts["replaced"] += len(seats)
+            self.counts["rollout/engines_replaced"] += len(seats)
             self._waiting += seats
         return seats
 
