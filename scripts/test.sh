@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole check, the same for a person and for CI: environment, lint, format, types, bandit, pip-audit, and every test that needs neither a GPU nor
 # minutes. Arguments go to pytest (bash scripts/test.sh tests/unit/test_types.py -x); pytest's summary is the last line.
-# --fast, as the first argument: lint, and the unit tests, contracts and losses that start no Ray and no engine.
+# --fast, as the first argument: lint, and the unit tests, contracts and losses that start no processes of trainers, converters, sandboxes or Ray.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -17,9 +17,8 @@ ruff format --check .
 if [ "${1:-}" = --fast ]; then
     shift
     echo "== fast tests"
-    with_ray=(tests/unit/test_peer_copies.py tests/unit/test_ray_runtime.py tests/unit/test_share_transport.py)
     losses=(tests/training/algorithms/test_{aggregation,estimators,extreme_log_probs,gae,kl,mis,off_policy,policy_losses}.py)
-    exec python -m pytest -n 2 --no-loadscope-reorder -m "not gpu and not slow" --durations=30 "${with_ray[@]/#/--ignore=}" \
+    exec python -m pytest -n 2 --no-loadscope-reorder -m "not gpu and not slow and not processes" --durations=30 \
         tests/unit tests/contracts "${losses[@]}" "$@" </dev/null
 fi
 echo "== types and security"

@@ -11,6 +11,8 @@ from slime.checkpoints.paths import MODEL_SHAPE_FILE, TRACKER_FILE, latest_itera
 from slime.utils.errors import UsageError
 from tests.unit.megatron_fakes import make_args, make_hf_model, packed, run_world
 
+pytestmark = pytest.mark.processes
+
 LENGTHS = [8, 4, 12]
 RUN = {
     "num_rollout": 8,

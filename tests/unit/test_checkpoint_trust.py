@@ -15,6 +15,8 @@ from tests.unit.megatron_fakes import make_args, make_hf_model, run_world
 from tests.unit.test_checkpoint import FLAGS, RUN, build
 from tests.unit.test_untrusted_files import RunsCode
 
+pytestmark = pytest.mark.processes
+
 
 def in_metadata(directory: Path, code: RunsCode) -> None:
     path = directory / ".metadata"

@@ -20,6 +20,8 @@ from tests.unit.converter_ways import FROM_HF, WAYS, contents, cut_in_the_middle
 from tests.unit.test_convert_gguf import write_gguf
 from tests.unit.test_hf_weights import tensors_of
 
+pytestmark = pytest.mark.processes
+
 FUSED = "model.layers.1.mlp.experts.down_proj"
 UP, NORM = "model.layers.1.mlp.up_proj", "model.layers.1.input_layernorm.weight"
 

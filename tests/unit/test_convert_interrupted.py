@@ -15,6 +15,8 @@ import pytest
 from slime.backends.megatron_utils.checkpoint import torch_dist_writer
 from tests.unit.converter_ways import WAYS, EndOfWriting, contents, killed, make_inputs, no_room, run_apart
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 
 

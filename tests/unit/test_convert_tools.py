@@ -38,6 +38,7 @@ INT4 = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "glm4_moe_lite"])
 def test_experts_go_through_torch_dist_and_come_back_byte_equal(tmp_path, family):
     make_hf_model(tmp_path / "hf", family)
@@ -50,6 +51,7 @@ def test_experts_go_through_torch_dist_and_come_back_byte_equal(tmp_path, family
     assert_same_bytes(tensors_of(tmp_path / "back"), original)
 
 
+@pytest.mark.processes
 def test_what_no_trainer_changes_comes_from_the_origin_and_nothing_may_be_missing(tmp_path, capsys):
     make_hf_model(tmp_path / "hf", "qwen3_5")
     run_tool(convert_hf_to_torch_dist, "--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist")
@@ -93,6 +95,7 @@ def load_and_export(args, root, out):
     save_hf(args, model, out)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("flags", ["--expert-model-parallel-size 2", "--expert-tensor-parallel-size 2"])
 def test_a_trainer_of_another_layout_loads_what_was_converted(tmp_path, flags):
     make_hf_model(tmp_path / "hf", "qwen3_moe")
@@ -209,6 +212,7 @@ def test_a_full_disk_leaves_nothing_under_the_final_name_and_says_what_to_do(tmp
     assert len(tensors_of(target.path)) == 2
 
 
+@pytest.mark.processes
 def test_a_conversion_to_torch_dist_that_fails_leaves_nothing_and_can_be_repeated(tmp_path):
     make_hf_model(tmp_path / "hf", "qwen3")
     command = ["--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist", "--max-workers", "1"]
@@ -289,6 +293,7 @@ def test_another_config_is_read_as_it_is_called(tmp_path, capsys):
     assert f"--config-path {tmp_path}/none.json: no such file" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_a_model_of_another_kind_or_shape_is_named_before_anything_is_written(tmp_path, capfd):
     shutil.copytree(tiny_model(), tmp_path / "hf")
     base = ["--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist"]
@@ -381,6 +386,7 @@ def test_two_checkpoints_are_compared_tensor_by_tensor(tmp_path, capsys):
     assert inspect_checkpoint.main([f"{tmp_path}/none"]) == 2
 
 
+@pytest.mark.processes
 def test_a_converted_checkpoint_differs_nowhere_from_its_origin(tmp_path, capsys):
     shutil.copytree(tiny_model(), tmp_path / "hf")
     run_tool(convert_hf_to_torch_dist, "--hf-checkpoint", f"{tmp_path}/hf", "--save", f"{tmp_path}/dist")

@@ -207,6 +207,7 @@ def check_tis(args):
     assert len(metrics["weights"]) == 12 and masks is columns["loss_masks"]
 
 
+@pytest.mark.processes
 def test_ranks_put_their_parts_of_a_response_together(tmp_path):
     make_hf_model(tmp_path)
     run_world(2, check_gathering, make_args(tmp_path, "--context-parallel-size 2", actor_num_gpus_per_node=2))

@@ -75,6 +75,7 @@ def check_that_flashqla_computes(args: argparse.Namespace) -> None:
     assert call["cu_seqlens"] is pack.cu_seqlens_q  # the same in every layer: it keeps what it works out from it
 
 
+@pytest.mark.processes
 def test_flashqla_computes_the_layers_that_ask_for_it(tmp_path: Path) -> None:
     make_hf_model(tmp_path / "hf", "qwen3_next")
     run_world(1, check_that_flashqla_computes, make_args(tmp_path / "hf"))

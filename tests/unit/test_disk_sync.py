@@ -404,6 +404,7 @@ def go_over_files(args: Any, is_there: bool) -> None:
         over_files_instead(updater, failed.value)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("is_there", [True, False])
 def test_every_rank_of_a_trainer_goes_over_files_or_none_does(world: World, tmp_path: Path, is_there: bool) -> None:
     flags = vars(world.updater(connect=False).args)

@@ -245,6 +245,7 @@ def sync_and_export(args, out, buffer_size):
     save_hf(args, model, out)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("family", "flags", "strategy"),
     [
@@ -276,6 +277,7 @@ def test_a_trainer_starts_from_an_fp8_checkpoint_and_syncs_the_same_bytes(tmp_pa
     assert format_of_checkpoint(tmp_path / "out") == fmt
 
 
+@pytest.mark.processes
 def test_fp8_goes_through_a_torch_dist_checkpoint_and_back_to_bf16(tmp_path):
     make_hf_model(tmp_path / "hf", dtype="bfloat16")
     fp8, bf16 = tmp_path / "fp8", tmp_path / "bf16"

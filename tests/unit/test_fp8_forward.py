@@ -16,6 +16,8 @@ from slime.weights.quantization import dequantize, quantize_blocks, quantize_row
 from tests.unit.megatron_fakes import make_args, make_hf_model, packed, run_world
 from tools import convert_hf_to_fp8
 
+pytestmark = pytest.mark.processes
+
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "head_dim": 128,

@@ -87,6 +87,7 @@ def check_linears(args: argparse.Namespace) -> None:
         assert torch.equal(leaf.grad, input_grad) and module.weight.grad is None, name
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2 --sequence-parallel"])
 def test_output_and_both_gradients_are_products_of_e4m3_values(tmp_path: Path, flags: str) -> None:
     run_world(2 if flags else 1, check_linears, asked(checkpoints(tmp_path), flags))
@@ -125,6 +126,7 @@ def check_sync(args: argparse.Namespace) -> None:
         assert torch.equal(dequantize(*turned, (128, 128)), dequantize(values, scales, (128, 128)).t()), name
 
 
+@pytest.mark.processes
 def test_engines_get_the_very_values_that_were_trained_with(tmp_path: Path) -> None:
     run_world(1, check_sync, asked(checkpoints(tmp_path)))
 
@@ -149,6 +151,7 @@ def check_recomputation(args: argparse.Namespace) -> None:
     assert all(grad.abs().max() > 0 for grad in gradients[0])
 
 
+@pytest.mark.processes
 def test_recomputed_layers_have_the_same_gradients(tmp_path: Path) -> None:
     run_world(1, check_recomputation, asked(checkpoints(tmp_path)))
 

@@ -113,6 +113,7 @@ def assert_equal_dumps(theirs: list[dict[str, Any]], ours: list[dict[str, Any]])
                 assert other[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "world", "flags"),
     [
@@ -135,6 +136,7 @@ def test_five_steps_equal_those_of_megatron(
     assert_equal_runs(families[name].with_suffix(".pt"), tmp_path / "out.pt")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("flags", "parallel"),
     [
@@ -165,6 +167,7 @@ def test_what_a_loss_asks_for_is_that_of_megatron(
         assert abs(torch.load(tmp_path / "fsdp.pt")[0][-1][0]["train/opd_reverse_kl"]) > 0.01, "it teaches"
 
 
+@pytest.mark.processes
 def test_per_token_losses_equal_those_of_megatron(families: dict[str, Path], tmp_path: Path) -> None:
     flags = {"calculate_per_token_loss": True, "loss_agg_mode": "token-mean", "num_steps": 2}
     run(families["qwen3"], backend="megatron", out=tmp_path / "megatron.pt", **flags)
@@ -173,6 +176,7 @@ def test_per_token_losses_equal_those_of_megatron(families: dict[str, Path], tmp
     assert_equal_runs(tmp_path / "megatron.pt", tmp_path / "fsdp.pt")
 
 
+@pytest.mark.processes
 def test_a_resumed_run_is_bit_by_bit_the_same_and_another_number_of_ranks_can_resume(
     families: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -194,6 +198,7 @@ def test_a_resumed_run_is_bit_by_bit_the_same_and_another_number_of_ranks_can_re
         assert_equal_runs(tmp_path / "rest.pt", tmp_path / "other.pt")
 
 
+@pytest.mark.processes
 def test_biases_of_routers_are_loaded_sent_and_saved(tmp_path: Path) -> None:
     """They are buffers of transformers' model, not parameters."""
     make_hf_model(tmp_path / "hf", "glm4_moe")
@@ -221,6 +226,7 @@ def _biases(args: Any, directory: Path) -> None:
     assert torch.equal(live, expected)
 
 
+@pytest.mark.processes
 def test_a_loss_of_the_users_own_gets_logits(families: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "def loss(args, batch, logits, sum_of_sample_mean):\n"
@@ -238,6 +244,7 @@ def test_a_loss_of_the_users_own_gets_logits(families: dict[str, Path], tmp_path
     assert_equal_runs(tmp_path / "megatron.pt", tmp_path / "fsdp.pt")
 
 
+@pytest.mark.processes
 def test_a_gradient_that_is_not_finite_ends_the_run(families: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "def loss(args, batch, logits, sum_of_sample_mean):\n"
@@ -253,6 +260,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(families: dict[str, Path], t
         run(families["qwen3"], out=tmp_path / "out.pt", **own)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("flags", "replicas"),
     [
@@ -329,6 +337,7 @@ def _optimizer(args: Any) -> None:
         assert torch.allclose(parameter.full_tensor(), other, rtol=1e-6, atol=tolerance), name
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("optimizer", "offload"), [("muon", True), ("sgd", False)])
 def test_a_run_with_another_optimizer_resumes_bit_by_bit_and_refuses_adams_state(
     families: dict[str, Path], tmp_path: Path, optimizer: str, offload: bool
@@ -354,6 +363,7 @@ def test_small_layers_are_one_group_until_they_have_so_many_parameters() -> None
     assert len(grouped(layers, 1)) == 5 and grouped([], 12) == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("least", [1, 10**9])
 def test_layers_are_sharded_in_groups_of_the_size_of_the_flag(families: dict[str, Path], least: int) -> None:
     args = trainer_args(families["qwen3"], MEGATRON, train_backend="fsdp", fsdp_min_group_params=least)
@@ -370,6 +380,7 @@ def _groups(args: Any) -> None:
     assert [len(group) for group in groups] == ([1] * layers if args.fsdp_min_group_params == 1 else [layers])
 
 
+@pytest.mark.processes
 def test_each_rank_reads_the_rows_of_its_own_shards_alone(families: dict[str, Path]) -> None:
     args = trainer_args(families["qwen3"], MEGATRON, dp_size=2, train_backend="fsdp")
     run_world(2, _read_half, args)
@@ -418,6 +429,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_fsdp_does_not_do_is_refused_with_what_does_the_same(
     families: dict[str, Path], command_line: CommandLine, flags: str
@@ -434,6 +446,7 @@ def test_flags_of_another_optimizer_are_named_as_without_effect() -> None:
     assert found == "--optimizer sgd leaves these flags without effect: --muon-momentum --muon-num-ns-steps."
 
 
+@pytest.mark.processes
 def test_a_checkpoint_of_the_other_backend_is_refused(
     families: dict[str, Path], command_line: CommandLine, tmp_path: Path
 ) -> None:

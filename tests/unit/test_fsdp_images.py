@@ -58,6 +58,7 @@ def rows_of(data: dict[str, Any], rank: int, world: int) -> list[int]:
     return [[0, 1, 2, 4, 8], [3, 5, 6]][rank]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("family", "world", "flags"),
     [
@@ -125,6 +126,7 @@ def _compare(args: Any) -> None:
         )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_angles_of_a_towers_positions_are_not_rounded_to_16_bits(models: dict[str, Path], family: str) -> None:
     args = trainer_args(models[family], MEGATRON, train_backend="fsdp", **IMAGES)

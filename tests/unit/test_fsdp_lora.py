@@ -59,6 +59,7 @@ def test_five_steps_of_adapters_equal_those_of_megatron(
         assert (weight - after[name]).norm() <= 1e-3 * (after[name] - before[name]).norm(), name
 
 
+@pytest.mark.processes
 def test_gradients_are_those_of_peft(hf: Path) -> None:
     run_world(2, _gradients, trainer_args(hf, MEGATRON, dp_size=2, train_backend="fsdp", **LORA))
 
@@ -93,6 +94,7 @@ def _gradients(args: Any) -> None:
         assert (ours - peft).norm() <= 1e-5 * peft.norm(), name
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_what_the_trainer_answers_with_and_without_adapters_leaves_it_as_it_was(hf: Path, backend: str) -> None:
     """A lone rank of FSDP2 keeps what it has gathered; that has to be with the adapters again."""
@@ -158,6 +160,7 @@ def test_adapters_over_another_base_are_refused(hf: Path, tmp_path: Path) -> Non
         run(other, out=tmp_path / "out.pt", first=2, num_steps=1, **resumed_from(str(root)), **LORA)
 
 
+@pytest.mark.processes
 def test_a_critic_has_a_head_beside_its_adapters(hf: Path) -> None:
     args = trainer_args(hf, MEGATRON, train_backend="fsdp", advantage_estimator="ppo", **LORA)
     vars(args).update(loss_type="value_loss", untie_embeddings_and_output_weights=True)

@@ -126,6 +126,7 @@ def test_kernels_take_the_place_of_llamas_code_alone(family: str) -> None:
     assert torch.allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.processes
 def test_a_compiled_layer_learns_as_one_that_is_not(qwen3: Path) -> None:
     args = trainer_args(qwen3, MEGATRON, train_backend="fsdp", fsdp_min_group_params=1)
     run_world(1, _compiled, args)
@@ -175,6 +176,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """model_type of transformers -> what its tiny model has beside the sizes; docs/fsdp_figures.md has them in a table."""
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_packed_samples_have_the_log_probs_that_transformers_gives_each_alone(qwen3: Path, cp_size: int) -> None:
     args = trainer_args(qwen3, f"{MEGATRON} --context-parallel-size {cp_size}", dp_size=1)
@@ -224,6 +226,7 @@ def test_every_model_that_is_exact_is_accepted_by_its_name_alone(qwen3: Path, tm
         assert args.untie_embeddings_and_output_weights is False
 
 
+@pytest.mark.processes
 def test_the_gradients_of_a_pass_are_not_copied_into_zeros(qwen3: Path) -> None:
     """Each copy reads and writes an activation: five of them in a layer took a tenth of a train step of 0.6B."""
     args = trainer_args(qwen3, MEGATRON, train_backend="fsdp", fsdp_min_group_params=1)

@@ -15,6 +15,8 @@ from tests.integration.trainer_world import NUM_SAMPLES, make_train_data, traine
 from tests.unit.megatron_fakes import make_hf_model, run_world
 from tests.unit.test_fsdp import MEGATRON, NUM_STEPS, assert_equal_runs
 
+pytestmark = pytest.mark.processes
+
 PPO: dict[str, Any] = {
     **{"advantage_estimator": "ppo", "gamma": 0.99, "lambd": 0.95, "normalize_advantages": True},
     **{"kl_coef": 0.05, "recompute_old_log_probs": True, "entropy_coef": 0.01},

@@ -52,6 +52,7 @@ def wrapped_args(path: Path, family: str, flags: str = "", **more):
     return make_args(path, flags, **{"spec": SPECS.get(family, SPEC), "model_name": RULES.get(family), **more})
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("family", "flags"),
     [
@@ -75,6 +76,7 @@ def test_logits_equal_those_of_the_hf_model(tmp_path, family, flags):
     run_world(args.actor_num_gpus_per_node, check_logits, args, ids, reference_logits(hf_model, ids))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "hunyuan_v1_dense", "smollm3", "lfm2"])
 def test_gradients_equal_those_of_the_hf_model(tmp_path, family):
     hf_model, ids = make_hf_model(tmp_path / "hf", family), token_ids(100)
@@ -83,6 +85,7 @@ def test_gradients_equal_those_of_the_hf_model(tmp_path, family):
     run_world(1, check_gradients, wrapped_args(tmp_path / "hf", family), ids, weights, expected)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
 def test_nothing_of_a_sequence_reaches_another_one_of_the_pack(tmp_path, family):
     make_hf_model(tmp_path / "hf", family)
@@ -96,6 +99,7 @@ def delta_nets_alone(args, config, vp_stage=None):
     return hf_attention_block(args, config, vp_stage, is_wrapped=lambda layer: layer % 2 == 0)
 
 
+@pytest.mark.processes
 def test_some_layers_may_have_what_the_flags_describe(tmp_path):
     hf_model = make_hf_model(tmp_path / "hf", "qwen3_next")
     args = wrapped_args(tmp_path / "hf", "qwen3_next", TP2, spec=[__name__, "delta_nets_alone"])
@@ -118,6 +122,7 @@ def check_gradients_of_ranks(args, expected):
     assert found == {expected}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("flags", "expected"), [("--tensor-model-parallel-size 2", 3.0), (TP2, 6.0)])
 def test_tensor_parallel_ranks_end_with_the_same_gradients(tmp_path, flags, expected):
     """Whole ones that kernels added up in another order are averaged, those of a rank's own rows are summed."""
@@ -134,6 +139,7 @@ def check_unpacked(args, ids, expected):
     assert (model(ids, None, None)[..., :100] - expected).abs().max() < 1e-5
 
 
+@pytest.mark.processes
 def test_a_batch_without_packing_is_one_sequence_a_row(tmp_path):
     hf_model = make_hf_model(tmp_path / "hf", "smollm3")
     ids = token_ids(100)[:, :42].view(3, 14)
@@ -161,6 +167,7 @@ def check_16_bit(args, ids, expected):
     assert (ours - theirs).abs().mean() < 1e-2
 
 
+@pytest.mark.processes
 def test_frequencies_and_buffers_stay_in_fp32_in_a_16_bit_model(tmp_path):
     hf_model = make_hf_model(tmp_path / "hf", "smollm3", dtype="bfloat16")
     ids = token_ids(100)
@@ -189,6 +196,7 @@ def check_kinds(args, expected):
         assert (again.view(out.shape) - out).abs().max() < 1e-6, number
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
 def test_masks_and_positions_are_those_of_the_layers_kind(tmp_path, family):
     """Gemma 3 rotates layers with a window by another base; gpt-oss has sinks, and no kernel but its own code."""
@@ -223,6 +231,7 @@ def save_and_send(args, out):
     save_hf(args, [model], out)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("family", "flags"),
     [("lfm2", TP2), ("qwen3_5", "--pipeline-model-parallel-size 2"), ("smollm3", "")],
@@ -261,6 +270,7 @@ def flags_of(path: Path, family: str) -> list[str]:
     ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("family", ["lfm2", "smollm3"])
 def test_the_conversion_tools_take_an_architecture_of_ones_own(tmp_path, family):
     make_hf_model(tmp_path / "hf", family)
@@ -367,6 +377,7 @@ def check_refusals(args):
         hf_model("/nowhere")
 
 
+@pytest.mark.processes
 def test_what_cannot_be_wrapped_is_refused_with_what_to_do(tmp_path):
     make_hf_model(tmp_path / "hf", "llama")
     run_world(1, check_refusals, make_args(tmp_path / "hf"))

@@ -147,6 +147,7 @@ def walk_twice(args):
     assert not any(weight.tensor.requires_grad for weight in second.values())
 
 
+@pytest.mark.processes
 def test_a_model_is_walked_over_once_and_its_tensors_are_read_each_time(tmp_path):
     make_hf_model(tmp_path / "hf", "qwen3_moe")
     run_world(1, walk_twice, make_args(tmp_path / "hf"))
@@ -181,6 +182,7 @@ def spread(family: str) -> str:
     return f"--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2{experts}"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("family", "tied", "flags"),
     [
@@ -225,6 +227,7 @@ def change_each_parameter(args):
     assert sorted(changed) == sorted(filterfalse(is_of_other_part, tensors_of(Path(args.hf_checkpoint))))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_each_parameter_is_in_tensors_of_its_own_and_all_tensors_are_used(tmp_path, family):
     make_hf_model(tmp_path / "hf", family)
@@ -239,6 +242,7 @@ def refuse_to_load(args, path, said):
         load_hf_weights(args, [build_model(args, None)], path)
 
 
+@pytest.mark.processes
 def test_loading_a_model_of_another_shape_names_the_tensor(tmp_path):
     make_hf_model(tmp_path / "hf")
     make_hf_model(tmp_path / "wide", intermediate_size=64)
@@ -248,6 +252,7 @@ def test_loading_a_model_of_another_shape_names_the_tensor(tmp_path):
     run_world(1, refuse_to_load, make_args(tmp_path / "hf"), tmp_path / "wide", "down_proj")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("flags", ["", "--pipeline-model-parallel-size 2"])
 def test_tensors_that_no_rank_has_a_place_for_are_named_when_a_model_is_loaded(tmp_path, flags):
     """Also in a run without engines, whose first weight sync would tell: fine-tuning, a reference, a teacher."""
@@ -260,6 +265,7 @@ def test_tensors_that_no_rank_has_a_place_for_are_named_when_a_model_is_loaded(t
     run_world(args.pipeline_model_parallel_size, refuse_to_load, args, tmp_path / "more", said)
 
 
+@pytest.mark.processes
 def test_hf_to_torch_dist_to_hf_is_byte_equal_and_does_not_read_the_origins_tensors(tmp_path):
     make_hf_model(tmp_path / "hf", "qwen2", dtype="bfloat16")
     original = tensors_of(tmp_path / "hf")
@@ -287,6 +293,7 @@ def convert_with_one_parameter_changed(args, name, root):
     begin_checkpoint(root, 5, model=model).finish()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("megatron_name", "hf_names"),
     [
@@ -309,6 +316,7 @@ def test_a_changed_megatron_parameter_changes_exactly_its_hf_tensors(tmp_path, m
     assert {name for name in original if not torch.equal(original[name], converted[name])} == hf_names
 
 
+@pytest.mark.processes
 def test_conversion_under_torchrun_with_megatrons_flags_gives_the_same_checkpoint(tmp_path):
     make_hf_model(tmp_path / "hf", "llama")
     flags = (

@@ -80,6 +80,7 @@ def sync_and_export(args: Namespace, unquantized: Path, out: Path) -> None:
     save_hf(args, model, out)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("family", "flags", "rules"),
     [
@@ -115,6 +116,7 @@ def read_both(args: Namespace, bf16: Path) -> None:
         assert torch.equal(one, other), name
 
 
+@pytest.mark.processes
 def test_a_trainer_starts_from_an_int4_checkpoint_as_from_the_bf16_made_of_it(tmp_path: Path) -> None:
     make_hf_model(tmp_path / "hf", "qwen3_moe", dtype="bfloat16", moe_intermediate_size=32)
     base = ["--model-dir", f"{tmp_path}/hf", "--save-dir", f"{tmp_path}/int4", "--group-size", "16"]

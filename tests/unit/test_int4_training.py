@@ -81,6 +81,7 @@ def check_linears(args: argparse.Namespace, group_size: int) -> None:
             assert (found[0] - not_rounded[0]).abs().max() > 1e-2 and torch.equal(found[2], not_rounded[2])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("group_size", [32, 128])
 @pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2 --sequence-parallel"])
 def test_a_linear_layer_is_one_with_rounded_weights_trained_straight_through(
@@ -117,6 +118,7 @@ def check_sync(args: argparse.Namespace, fmt: Int4Format) -> None:
             assert torch.equal(Int4Weights(fmt.group_size)._rounded(plain[name]), engine), name
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("group_size", [32, 128])
 def test_the_trainer_computes_with_the_values_that_a_sync_sends(tmp_path: Path, group_size: int) -> None:
     run_world(1, check_sync, asked(checkpoint(tmp_path, group_size)), Int4Format(group_size))
@@ -152,6 +154,7 @@ def check_model(args: argparse.Namespace, hf: Path) -> None:
         assert (first.abs().max() > 0) == (of_plain.abs().max() > 0)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("family", "flags", "ranks"),
     [

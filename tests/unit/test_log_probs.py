@@ -124,6 +124,7 @@ def split_vocabulary(rank: int, world_size: int, store_path: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.processes
 def test_a_vocabulary_split_over_two_ranks_gives_the_same(tmp_path):
     mp.start_processes(split_vocabulary, args=(2, str(tmp_path / "store")), nprocs=2, start_method="fork")
 
@@ -235,5 +236,6 @@ def split_nucleus(rank: int, world_size: int, store_path: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.processes
 def test_a_nucleus_over_a_split_vocabulary_is_the_same(tmp_path):
     mp.start_processes(split_nucleus, args=(2, str(tmp_path / "store")), nprocs=2, start_method="fork")

@@ -64,6 +64,7 @@ def test_a_resumed_run_goes_on_with_the_tower_and_its_export_is_read(models: dic
     assert records[-len(records2) :] == records2 and all(torch.equal(after[name], after2[name]) for name in after)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("layout", ["", "--context-parallel-size 2"])
 def test_qwen3_5_has_the_log_probs_of_transformers(tmp_path: Path, layout: str) -> None:
     """Its layers with a state are not FSDP2's, and half of each head rotates, by three kinds of positions."""

@@ -11,6 +11,8 @@ from slime.models.families import FAMILIES
 from slime.weights.names import is_of_other_part
 from tests.unit.megatron_fakes import gather_vocab, make_args, make_hf_model, packed, run_world
 
+pytestmark = pytest.mark.processes
+
 LENGTHS = [9, 3, 9, 1, 21, 3]
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -189,6 +189,7 @@ def check_shapes(args: argparse.Namespace, config: dict[str, Any], hf: Shapes, t
     assert sorted(used) == sorted(hf)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_both_models_have_the_published_number_of_parameters_and_the_same_shapes(name):
     config = text_config(hf_config(name))

@@ -16,6 +16,8 @@ from slime.ray.utils import ActorFailure
 from tests.own_ray import own_ray
 from tests.unit.test_ray_runtime import cluster_args
 
+pytestmark = pytest.mark.processes
+
 ALL = owners_of("actor", 2)
 
 

@@ -281,6 +281,7 @@ def saved_bytes_per_token(args, lengths, expected):
     assert total == pytest.approx(expected, rel=0.015), (total, expected)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
 def test_what_autograd_keeps_is_what_the_plan_counts(tmp_path, family):
     make_hf_model(tmp_path / "hf", family, hidden_size=64, intermediate_size=160)
@@ -288,6 +289,7 @@ def test_what_autograd_keeps_is_what_the_plan_counts(tmp_path, family):
     run_world(1, saved_bytes_per_token, args, [40, 25, 63], counted_per_token(args))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("flags", ["", "--recompute-granularity selective"], ids=["", "attention made again"])
 def test_a_context_parallel_rank_keeps_the_keys_that_its_queries_see(tmp_path, flags):
     make_hf_model(tmp_path / "hf", hidden_size=64, intermediate_size=160)

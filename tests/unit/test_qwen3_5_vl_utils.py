@@ -64,6 +64,7 @@ def test_a_context_parallel_rank_has_two_chunks_of_each_sequence() -> None:
     assert get_packed_cp_local_indices(ends, 2, 1).tolist() == [2, 3, 4, 5, 10, 11, 12, 13]
 
 
+@pytest.mark.processes
 def test_the_parts_of_a_pack_become_the_pack(tmp_path: Any) -> None:
     make_hf_model(tmp_path / "hf")
     run_world(2, _gathered, make_args(tmp_path / "hf", "--context-parallel-size 2"))

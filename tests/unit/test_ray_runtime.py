@@ -22,6 +22,8 @@ from slime.ray.utils import ActorFailure, ActorLost, actor_env, get, in_bundle, 
 from slime.utils.errors import UsageError
 from tests.own_ray import own_ray
 
+pytestmark = pytest.mark.processes
+
 
 class Worker:
     def value(self):

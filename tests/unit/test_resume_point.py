@@ -131,6 +131,7 @@ def files_of(root: Path) -> Iterator[Path]:
     yield manifest_of_state(state_path(root, 1))
 
 
+@pytest.mark.processes
 def test_a_manifest_names_every_file_that_both_ranks_wrote(saved: Path) -> None:
     args = flags_for(saved)
     assert settle_checkpoint(args) is args
@@ -141,6 +142,7 @@ def test_a_manifest_names_every_file_that_both_ranks_wrote(saved: Path) -> None:
     assert all(entry["bytes"] for entry in entries.values())
 
 
+@pytest.mark.processes
 def test_each_of_a_thousand_random_faults_is_found(saved: Path) -> None:
     chance, files = random.Random(0), list(files_of(saved))
     for number in range(NUM_FAULTS):
@@ -229,6 +231,7 @@ def test_a_run_that_has_lost_its_tracker_does_not_begin_anew_over_its_checkpoint
     assert settle_checkpoint(never) is never
 
 
+@pytest.mark.processes
 def test_a_damaged_reference_is_an_error(two: Path, saved: Path) -> None:
     damage(two / "iter_0000007/__0_0.distcp", "flip", random.Random(1))
     with pytest.raises(UsageError, match=r"--ref-load .*__0_0.distcp is not what was written"):
@@ -267,6 +270,7 @@ def save_where_nothing_fits(args, root):
         torch.distributed.barrier()  # before another save begins
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_checkpoint_that_finds_its_disk_full_is_given_up_by_all_ranks(tmp_path: Path) -> None:
     small = tmp_path / "small"
@@ -346,6 +350,7 @@ class AsTheyAre:
         return nullcontext()
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_a_file_of_one_rank_that_finds_no_room_ends_the_checkpoint_on_all_ranks_at_once(tmp_path: Path) -> None:
     make_hf_model(tmp_path / "hf")

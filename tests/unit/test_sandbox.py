@@ -35,6 +35,8 @@ from slime.agent.sandbox.access import _CREDENTIALS, GatewayAccess, GatewayDoor
 from slime.agent.sandbox.grading import take_diff
 from tests.unit.sandbox_fakes import gateway
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
 

@@ -23,6 +23,8 @@ from slime.agent.sandbox.local import LocalSandbox
 from slime.agent.sandbox.results import OUTPUT_BYTES, SandboxError, SandboxTimeout
 from tests.unit.sandbox_fakes import gateway, without_sandbox
 
+pytestmark = pytest.mark.processes
+
 ATTACKS = 16
 TWICE = range(2)
 PYTHON = "/usr/bin/python3"

@@ -24,6 +24,8 @@ from slime.agent.sandbox import (
     make_sandbox,
 )
 
+pytestmark = pytest.mark.processes
+
 pytest.importorskip("docker.client")
 
 

@@ -15,6 +15,8 @@ from slime.config.rules import devices
 from slime.ray.rollout import shares
 from slime.utils.train_data import restore_columns
 
+pytestmark = pytest.mark.processes
+
 SHARE = {
     "tokens": [[5, 6, 21], [5, 6]],
     "loss_masks": [[1], [0]],

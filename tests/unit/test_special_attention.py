@@ -49,6 +49,7 @@ def check_that_no_sequence_sees_another(args):
     assert found[0][1].abs().max() > 0.1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("family", ["qwen3_next", "glm_moe_dsa", "minimax_m2"])
 def test_nothing_of_a_sequence_reaches_another_one_of_the_pack(tmp_path, family):
     make_hf_model(tmp_path / "hf", family)
@@ -111,6 +112,7 @@ def check_plans(args, found):
     assert all(plan.is_interleaved for plan in plans)
 
 
+@pytest.mark.processes
 def test_every_layer_knows_whose_indexer_chooses_for_it():
     run_world(1, check_plans, make_args(), None)
 
