@@ -1,10 +1,12 @@
 """Rollouts until 70 % on the quick start's task, with the curriculum and without, three seeds.
 
-    python benchmarks/curriculum.py [--jobs 2] [--seeds 0 1 2] [--steps 70] [--only plain curriculum dynamic]
+    python benchmarks/curriculum.py [--jobs 2] [--seeds 0 1 2] [--steps 70] [--prompts 640]
+        [--only plain curriculum dynamic]
 
 `dynamic` is the dynamic filter that drops groups of equal rewards, the other way to spend engines on useful groups: it
-generates more responses for a rollout, so the last column counts responses, too. Each run is one train.py command line
-from one SFT model; a run that is complete in --output is not repeated.
+generates more responses for a rollout, so the last column counts responses, too. A curriculum knows only prompts that
+come again, and all of the quick start's 9,750 last for 38 rollouts of 64 out of 256. Each run is one train.py command
+line from one SFT model; a run that is complete in --output is not repeated.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ def main() -> None:
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of each way")
     parser.add_argument("--steps", type=int, default=70, help="rollouts of a run")
+    parser.add_argument("--prompts", type=int, default=640, help="of the quick start's training file that are used")
     options = parser.parse_args()
-    runs = [make_run(way, seed, options.steps) for seed in options.seeds for way in options.only]
+    runs = [make_run(way, seed, options) for seed in options.seeds for way in options.only]
     problems = [] if options.report else tiny_runs.run_all(runs, options)
     if not options.only_run:
         rows = [row_of(way, options) for way in options.only]
@@ -58,15 +61,17 @@ def main() -> None:
     sys.exit(bool(problems))
 
 
-def make_run(way: str, seed: int, steps: int) -> TinyRun:
+def make_run(way: str, seed: int, options: argparse.Namespace) -> TinyRun:
     """One run, evaluated after every second rollout."""
-    more = ("--colocate", "--lr", "2e-4", "--custom-rm-path", "examples.tiny_cpu.reward:exact_match", *WAYS[way])
-    return TinyRun(f"{way}-{seed}", tiny_runs.tiny_flags(*more, steps=steps, seed=seed, eval_interval=2))
+    prompts = ("--prompt-data", f"{{start}}/data/train.jsonl@[0:{options.prompts}]")
+    reward = ("--custom-rm-path", "examples.tiny_cpu.reward:exact_match")
+    more = (*prompts, "--colocate", "--lr", "2e-4", *reward, *WAYS[way])
+    return TinyRun(f"{way}-{seed}", tiny_runs.tiny_flags(*more, steps=options.steps, seed=seed, eval_interval=2))
 
 
 def row_of(way: str, options: argparse.Namespace) -> list[str]:
     """A line of the table, of the runs that are complete; a seed that never reached the level has a dash."""
-    runs = [make_run(way, seed, options.steps) for seed in options.seeds]
+    runs = [make_run(way, seed, options) for seed in options.seeds]
     folders = [options.output / run.name for run in runs if tiny_runs.is_complete(run, options.output)]
     curves = [tiny_runs.read_curve(folder) for folder in folders]
     reached = [tiny_runs.first_step_at(curve, LEVEL) for curve in curves]
