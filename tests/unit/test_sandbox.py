@@ -33,6 +33,7 @@ from slime.agent.sandbox import (
 )
 from slime.agent.sandbox.access import _CREDENTIALS, GatewayAccess, GatewayDoor
 from slime.agent.sandbox.grading import take_diff
+from slime.agent.sandbox.pool import SandboxPool
 from tests.unit.sandbox_fakes import gateway
 
 pytestmark = pytest.mark.processes
@@ -212,6 +213,30 @@ def test_the_door_writes_the_credentials_and_refuses_addresses_that_lead_elsewhe
     for headers in ([], [own, bad], [bad, own], [own, ("x-api-key", "other")], [("x-api-key", "ü")]):
         assert asyncio.run(ask(*headers)) == (401, [])
     assert asyncio.run(ask(own, path="/v1/%2e%2e/models")) == (400, [])
+
+
+def test_a_pool_hands_out_fresh_sandboxes_that_are_open_already() -> None:
+    async def run() -> None:
+        made: list[LocalSandbox] = []
+
+        def make() -> LocalSandbox:
+            made.append(LocalSandbox())
+            return made[-1]
+
+        async with SandboxPool(make, size=2) as pool:
+            async with pool.take() as first, pool.take() as second:
+                assert first is made[0] and second is made[1] and len(made) == 4
+                await first.write_file("/workspace/mine", "x")
+            async with pool.take() as third:
+                assert third is made[2]
+                assert (await third.exec("ls"))[1] == ""
+        assert all(sandbox.process and sandbox.process.poll() is not None for sandbox in made)
+
+        async with SandboxPool(lambda: LocalSandbox(workdir="/usr/local"), size=1) as _:
+            pass
+
+    with pytest.raises(ValueError, match="lies in a part that is read-only"):
+        asyncio.run(run())
 
 
 STARTER = """

@@ -59,6 +59,7 @@ ALLOWED: dict[tuple[str, str, str], str] = {
     ): "a collective: it has the timeout of its group",
     ("slime/agent/sandbox/http.py", "HttpSandbox.__aenter__", "aiohttp.ClientTimeout"): "each request has its own",
     ("slime/agent/rollout.py", "Execution._attempt", "task.result"): FINISHED,
+    ("slime/agent/sandbox/pool.py", "SandboxPool._discard", "task.result"): FINISHED,
     ("slime/agent/sandbox_server.py", "SandboxServer._close", "held.opening.result"): FINISHED,
     ("slime/backends/megatron_utils/update_weight/from_distributed.py", "_Steps.wait", "mine.result"): FINISHED,
     ("slime/backends/megatron_utils/update_weight/engines.py", "_results", "call.result"): FINISHED,
