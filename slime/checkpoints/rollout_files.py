@@ -354,12 +354,11 @@ def _sample_of(fields: dict[str, Any], made: dict[Any, Any]) -> Sample:
             made[key] = {**given, "images": opened}
         sample.multimodal_inputs = made[key]
     if arrays is not None:
-        sample.multimodal_train_inputs = {name: _array_of(value, made) for name, value in arrays.items()}
+        sample.multimodal_train_inputs = {
+            name: made.setdefault(id(value), value.numpy()) if hasattr(value, "numpy") else value
+            for name, value in arrays.items()
+        }
     return sample
-
-
-def _array_of(value: Any, made: dict[Any, Any]) -> Any:
-    return made.setdefault(id(value), value.numpy()) if hasattr(value, "numpy") else value
 
 
 def reason_of(error: Exception) -> str:

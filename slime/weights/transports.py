@@ -95,11 +95,6 @@ FLAG = "--update-weight-disk-dir"
 GONE_AFTER_S = 30.0
 
 
-def version_dir(root: Path, version: int) -> Path:
-    """Where a version of the weights lies: `<root>/weight_v000012`."""
-    return root / f"weight_v{version:06d}"
-
-
 def why_not_ours(root: str | Path) -> str | None:
     """Why a run that begins now cannot have this directory; None when it can. Leaves nothing behind."""
     path = Path(root) / OWNER_FILE
@@ -169,8 +164,8 @@ class WeightDir:
             shutil.rmtree(left)
 
     def path(self, version: int) -> Path:
-        """Where a version lies."""
-        return version_dir(self.root, version)
+        """Where a version lies: `<root>/weight_v000012`."""
+        return self.root / f"weight_v{version:06d}"
 
     def discard(self, version: int) -> None:
         """Remove a version that every engine has, unless versions are kept."""

@@ -391,24 +391,17 @@ def install() -> None:
 
     def update_both(self: Any, request: Any) -> Any:
         runner = of_scheduler._get_draft_model_runner(self.draft_worker) if self.draft_worker is not None else None
-        with _also_given_to(None if runner is None else runner.weight_updater):
+        _drafts[:] = [] if runner is None else [runner.weight_updater]
+        try:
             return update(self, request)
+        finally:
+            _drafts.clear()
 
     manager.update_weights_from_distributed = update_both
 
 
 _drafts: list[Any] = []
 """Updaters of the models with which this engine drafts, while it receives."""
-
-
-@contextlib.contextmanager
-def _also_given_to(draft: Any) -> Iterator[None]:
-    """Have buckets that are received meanwhile loaded by the updater of a drafting model, too, if there is one."""
-    _drafts[:] = [] if draft is None else [draft]
-    try:
-        yield
-    finally:
-        _drafts.clear()
 
 
 def _receive(
