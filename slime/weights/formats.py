@@ -135,23 +135,32 @@ def _problem(config: Any) -> str | None:
     if not isinstance(config, Mapping):
         return f"{what} is no mapping: {config!r}; is it the config.json of the model?"
     method, size = str(config.get("quant_method")).lower(), config.get("weight_block_size")
-    if method != "fp8":
-        return (
+    activations, fmt = config.get("activation_scheme", "dynamic"), config.get("fmt", "e4m3")
+    rows = (
+        (
+            method != "fp8",
             f"{what}: quant_method {method!r} is not supported, for its weights cannot be made from the trainer's at "
-            f"every sync ({_reason(method)}); {FP8_REMEDY}."
-        )
-    if config.get("activation_scheme", "dynamic") != "dynamic":
-        return (
-            f"{what}: activation_scheme {config['activation_scheme']!r} is not supported, for its scales belong to "
-            f"the checkpoint's weights, and training changes those; {FP8_REMEDY} (activation_scheme 'dynamic')."
-        )
-    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        return f"{what}: fmt {config['fmt']!r} is not supported, SGLang serves e4m3; {FP8_REMEDY}."
-    if config.get("scale_fmt") not in (None, "float", "float32", "ue8m0"):
-        return f"{what}: scale_fmt {config['scale_fmt']!r} is neither ue8m0 nor left out; {FP8_REMEDY}."
-    if size is not None and not _is_block(size):
-        return f"{what}: weight_block_size {size!r} is not two whole numbers above 0, as [128, 128]; {FP8_REMEDY}."
-    return None
+            f"every sync ({_reason(method)}); {FP8_REMEDY}.",
+        ),
+        (
+            activations != "dynamic",
+            f"{what}: activation_scheme {activations!r} is not supported, for its scales belong to the checkpoint's "
+            f"weights, and training changes those; {FP8_REMEDY} (activation_scheme 'dynamic').",
+        ),
+        (
+            fmt not in ("e4m3", "float8_e4m3fn"),
+            f"{what}: fmt {fmt!r} is not supported, SGLang serves e4m3; {FP8_REMEDY}.",
+        ),
+        (
+            config.get("scale_fmt") not in (None, "float", "float32", "ue8m0"),
+            f"{what}: scale_fmt {config.get('scale_fmt')!r} is neither ue8m0 nor left out; {FP8_REMEDY}.",
+        ),
+        (
+            size is not None and not _is_block(size),
+            f"{what}: weight_block_size {size!r} is not two whole numbers above 0, as [128, 128]; {FP8_REMEDY}.",
+        ),
+    )
+    return next((sentence for is_wrong, sentence in rows if is_wrong), None)
 
 
 def _is_block(size: Any) -> bool:
@@ -309,24 +318,29 @@ class Int4Format:
         fmt, config = cls.of(hf_config, where=where), quantization_config_of(hf_config)
         weights, groups = _weights_of(config), config.get("config_groups") or {}
         targets = [target for group in groups.values() for target in group.get("targets") or ()]
-        problem = None
-        if not fmt.is_symmetric:
-            problem = "zero points (symmetric: false), for which SGLang's kernels of experts are not fed by a sync"
-        elif weights.get("actorder"):
-            problem = f"actorder {weights['actorder']!r}: an order of columns that a calibration on data has chosen"
-        elif weights.get("strategy", "group") != "group":
-            problem = f"strategy {weights['strategy']!r}; known is 'group'"
-        elif targets != ["Linear"]:
-            problem = f"the targets {targets!r}; known is ['Linear'], with exceptions in 'ignore'"
-        elif config.get("linear_fp8_config"):
-            problem = "linear_fp8_config: weights in fp8 beside those in int4"
-        if problem:
-            raise UsageError(f"the quantization_config of {where} has {problem}; {INT4_REMEDY}.")
-        if fmt.group_size % 8:
-            raise UsageError(
-                f"the quantization_config of {where} has group_size {fmt.group_size}; SGLang packs 8 columns into a "
-                f"number, and needs a multiple of 8; {INT4_REMEDY}."
-            )
+        rows = (
+            (
+                not fmt.is_symmetric,
+                "zero points (symmetric: false), for which SGLang's kernels of experts are not fed by a sync",
+            ),
+            (
+                weights.get("actorder"),
+                f"actorder {weights.get('actorder')!r}: an order of columns that a calibration on data has chosen",
+            ),
+            (
+                weights.get("strategy", "group") != "group",
+                f"strategy {weights.get('strategy')!r}; known is 'group'",
+            ),
+            (targets != ["Linear"], f"the targets {targets!r}; known is ['Linear'], with exceptions in 'ignore'"),
+            (config.get("linear_fp8_config"), "linear_fp8_config: weights in fp8 beside those in int4"),
+            (
+                fmt.group_size % 8,
+                f"group_size {fmt.group_size}; SGLang packs 8 columns into a number, and needs a multiple of 8",
+            ),
+        )
+        for is_wrong, problem in rows:
+            if is_wrong:
+                raise UsageError(f"the quantization_config of {where} has {problem}; {INT4_REMEDY}.")
         return fmt
 
 

@@ -162,45 +162,47 @@ def external_engine_problems(args: Args, infos: Sequence[ExternalEngineInfo], ex
 
 def _misfits(args: Args, info: ExternalEngineInfo, expected: tuple[str, ...], explicit: set[str]) -> Iterator[str]:
     """What is wrong with one server; `expected` are the architectures of the run's model, empty where not known."""
-    name = f"{FLAG} {info.url}"
-    if expected and info.architectures and expected != info.architectures:
-        yield (
+    name, way = f"{FLAG} {info.url}", transport_of(args.update_weight_transport, args.update_weight_mode)
+    stays = way.versions_are_whole and args.update_weight_disk_keep_files
+    rows = (
+        (
+            expected and info.architectures and expected != info.architectures,
             f"{name} serves a {' '.join(info.architectures)} ({info.model_path}), but --hf-checkpoint "
-            f"{args.hf_checkpoint} is a {' '.join(expected)}; start it with that model."
-        )
-    if "rollout_num_gpus_per_engine" in explicit and info.num_gpus != args.rollout_num_gpus_per_engine:
-        yield (
+            f"{args.hf_checkpoint} is a {' '.join(expected)}; start it with that model.",
+        ),
+        (
+            "rollout_num_gpus_per_engine" in explicit and info.num_gpus != args.rollout_num_gpus_per_engine,
             f"{name} has {info.num_gpus} GPUs (tensor times pipeline parallel), not the "
-            f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}; leave that out."
-        )
-    if args.sglang_enable_deterministic_inference and not info.is_deterministic:
-        yield (
+            f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}; leave that out.",
+        ),
+        (
+            args.sglang_enable_deterministic_inference and not info.is_deterministic,
             f"{name} was started without --enable-deterministic-inference, so it ignores the seeds that "
-            "--sglang-enable-deterministic-inference sends; start it with that, or leave this out."
-        )
-    if args.spec_auto_off and info.drafts and not info.can_stop_drafts:
-        yield (
+            "--sglang-enable-deterministic-inference sends; start it with that, or leave this out.",
+        ),
+        (
+            args.spec_auto_off and info.drafts and not info.can_stop_drafts,
             f"{name} drafts and would not stop when --spec-auto-off says so; start it without "
-            "--speculative-algorithm, or have it join without --url."
-        )
-    if args.update_weights_in_flight and info.has_prefix_cache:
-        yield (
+            "--speculative-algorithm, or have it join without --url.",
+        ),
+        (
+            args.update_weights_in_flight and info.has_prefix_cache,
             f"{name} was started without --disable-radix-cache, so it would go on with prefixes that older weights "
             "computed, when weights are synced in flight; start it with that, or give "
-            "--no-update-weights-in-flight."
-        )
-    if args.use_rollout_routing_replay and not info.returns_experts:
-        yield (
+            "--no-update-weights-in-flight.",
+        ),
+        (
+            args.use_rollout_routing_replay and not info.returns_experts,
             f"{name} was started without --enable-return-routed-experts, so there is nothing for "
-            "--use-rollout-routing-replay; give --use-routing-replay, or let the run start its engines."
-        )
-    way = transport_of(args.update_weight_transport, args.update_weight_mode)
-    stays = way.versions_are_whole and args.update_weight_disk_keep_files
-    if info.num_stages > 1 and not (stays or args.debug_rollout_only):
-        yield (
+            "--use-rollout-routing-replay; give --use-routing-replay, or let the run start its engines.",
+        ),
+        (
+            info.num_stages > 1 and not (stays or args.debug_rollout_only),
             f"{name} has {info.num_stages} pipeline stages, which take the trainer's weights from files that stay: "
-            "give --update-weight-transport disk and --update-weight-disk-keep-files, or start it with --pp-size 1."
-        )
+            "give --update-weight-transport disk and --update-weight-disk-keep-files, or start it with --pp-size 1.",
+        ),
+    )
+    yield from (sentence for is_wrong, sentence in rows if is_wrong)
 
 
 class ExternalEngine(EngineClient):
