@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,37 +69,33 @@ def prepare(launch: dict[str, Any]) -> None:
     from slime.backends.sglang_utils import bucket_load, disk_weights, engine_patches, weight_samples
     from slime.models.families import family_of_config
 
-    is_cpu = launch["accelerator"] == "cpu"
-    engine_patches.import_one_model(config, launch["server_args"])
-    if not is_cpu:
-        engine_patches.write_numa_script_privately()
-    if not is_cpu and launch["server_args"].get("enable_weights_cpu_backup"):
-        engine_patches.keep_host_copies()
-    engine_patches.serve_store_at_its_address()
-    disk_weights.install()
-    weight_samples.install(on_cpu=is_cpu)
-    bucket_load.install()
-    engine_patches.probe_before_joining()
-    if launch["server_args"].get("enable_return_routed_experts"):
-        engine_patches.return_routed_experts()
-    if _drafts_apart(launch["server_args"]):
-        engine_patches.keep_own_drafts()
-    if launch["server_args"].get("speculative_adaptive_config") == engine_patches.DRAFTS_OFF:
-        engine_patches.stop_drafts_when_told(launch["server_args"]["speculative_num_steps"])
-    if launch["server_args"].get("enable_lora"):
-        engine_patches.serve_live_adapter()
-        engine_patches.take_stacks()
-    if is_cpu and config.get("kv_lora_rank"):
-        cpu_standins.install_latent_attention()
-    if is_cpu and config.get("vision_config"):
-        cpu_standins.install_image_processors()
-    family = family_of_config(config)
-    if is_cpu and family and family.norms_all_heads:
-        cpu_standins.install_all_heads_norm()
+    is_cpu, values, family = launch["accelerator"] == "cpu", launch["server_args"], family_of_config(config)
+    engine_patches.import_one_model(config, values)
+    stops_drafts = values.get("speculative_adaptive_config") == engine_patches.DRAFTS_OFF
+    classifies = any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or [])
+    patches: tuple[tuple[Any, Callable[[], Any]], ...] = (
+        (not is_cpu, engine_patches.write_numa_script_privately),
+        (not is_cpu and values.get("enable_weights_cpu_backup"), engine_patches.keep_host_copies),
+        (True, engine_patches.serve_store_at_its_address),
+        (True, disk_weights.install),
+        (True, partial(weight_samples.install, on_cpu=is_cpu)),
+        (True, bucket_load.install),
+        (True, engine_patches.probe_before_joining),
+        (values.get("enable_return_routed_experts"), engine_patches.return_routed_experts),
+        (_drafts_apart(values), engine_patches.keep_own_drafts),
+        (stops_drafts, lambda: engine_patches.stop_drafts_when_told(values["speculative_num_steps"])),
+        (values.get("enable_lora"), engine_patches.serve_live_adapter),
+        (values.get("enable_lora"), engine_patches.take_stacks),
+        (is_cpu and config.get("kv_lora_rank"), cpu_standins.install_latent_attention),
+        (is_cpu and config.get("vision_config"), cpu_standins.install_image_processors),
+        (is_cpu and family and family.norms_all_heads, cpu_standins.install_all_heads_norm),
+        (classifies, engine_patches.clear_missing_bias),
+    )
+    for is_needed, install in patches:
+        if is_needed:
+            install()
     if install_layers := _quantized_layers(config):
         install_layers(launch["accelerator"])
-    if any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or []):
-        engine_patches.clear_missing_bias()
 
 
 def _drafts_apart(server_args: dict[str, Any]) -> bool:
