@@ -124,8 +124,7 @@ def build_server_args(args: Args, spec: EngineSpec, place: EnginePlace) -> dict[
         args: reads `accelerator`, `seed`, `trust_remote_code`, `update_weights_in_flight`,
             `use_rollout_routing_replay`, `hf_checkpoint`, `params_dtype`, `sglang_server_concurrency`; for an engine
             that drafts also `spec_auto_off`.
-        spec: which engine.
-        place: its ports.
+        spec, place: which engine, and its ports.
     """
     owned = {
         "model_path": spec.model_path,
@@ -136,23 +135,27 @@ def build_server_args(args: Args, spec: EngineSpec, place: EnginePlace) -> dict[
         "port": place.port,
         "nccl_port": place.nccl_port,
         "skip_server_warmup": True,
-        **_worker_arguments(spec, place),
     }
     adapters = served_plan(args) if spec.takes_weights and spec.worker_type == "regular" else None
-    if args.update_weights_in_flight and adapters is None:
+    replays = args.use_rollout_routing_replay and spec.model_path == args.hf_checkpoint
+    rows: tuple[tuple[Any, dict[str, Any]], ...] = (
         # It would keep prefixes that the old weights computed: a sync cannot flush it while requests are in flight.
-        owned["disable_radix_cache"] = True
-    if args.use_rollout_routing_replay and spec.model_path == args.hf_checkpoint:
-        owned["enable_return_routed_experts"] = True
-    if spec.releases_memory:
-        # Weights of a draft model of its own are never sent, nor are those of a model that is not trained.
-        owned |= {"enable_memory_saver": True, "enable_draft_weights_cpu_backup": True}
-        if not spec.takes_weights or adapters:  # nobody sends the model under adapters again
-            owned["enable_weights_cpu_backup"] = True
-    if place.num_nodes > 1:
-        owned |= {"nnodes": place.num_nodes, "node_rank": place.node_rank}
-    if place.num_nodes > 1 or spec.settings.get("enable_dp_attention"):
-        owned["dist_init_addr"] = place.dist_init_addr
+        (args.update_weights_in_flight and adapters is None, {"disable_radix_cache": True}),
+        (replays, {"enable_return_routed_experts": True}),
+        # Weights of a draft of its own are never sent, nor are those of a model that is not trained, or has adapters.
+        (spec.releases_memory, {"enable_memory_saver": True, "enable_draft_weights_cpu_backup": True}),
+        (spec.releases_memory and (not spec.takes_weights or adapters), {"enable_weights_cpu_backup": True}),
+        (place.num_nodes > 1, {"nnodes": place.num_nodes, "node_rank": place.node_rank}),
+        (place.num_nodes > 1 or spec.settings.get("enable_dp_attention"), {"dist_init_addr": place.dist_init_addr}),
+        (spec.worker_type == "encoder", {"encoder_only": True}),
+        (spec.worker_type in ("prefill", "decode"), {"disaggregation_mode": spec.worker_type}),
+        (spec.worker_type == "prefill", {"disaggregation_bootstrap_port": place.bootstrap_port}),
+        (spec.encoder_urls, {"language_only": True, "encoder_urls": list(spec.encoder_urls)}),
+        # SGLang's own port for late encoders has a fixed default that two engines of a node would fight over.
+        (spec.encoder_urls, {"encoder_bootstrap_port": place.bootstrap_port + 1}),
+    )
+    for is_so, values in rows:
+        owned |= values if is_so else {}
     defaults = device_defaults(args.accelerator, Path(spec.model_path))
     defaults |= graph_defaults(args, spec.settings, spec.worker_type)
     if spec.takes_weights:
@@ -225,22 +228,6 @@ def adapter_defaults(args: Args, plan: LoraPlan) -> dict[str, Any]:
         found["lora_backend"] = "torch_native"
     elif plan.has_experts:
         found["moe_runner_backend"] = "triton"  # the one that takes adapters of experts
-    return found
-
-
-def _worker_arguments(spec: EngineSpec, place: EnginePlace) -> dict[str, Any]:
-    """What makes an engine do one part of the work, and find those that do the others."""
-    found: dict[str, Any] = {}
-    if spec.worker_type == "encoder":
-        found["encoder_only"] = True
-    elif spec.worker_type in ("prefill", "decode"):
-        found["disaggregation_mode"] = spec.worker_type
-    if spec.worker_type == "prefill":
-        found["disaggregation_bootstrap_port"] = place.bootstrap_port
-    if spec.encoder_urls:
-        # SGLang's own port for late encoders has a fixed default that two engines of a node would fight over.
-        found |= {"language_only": True, "encoder_urls": list(spec.encoder_urls)}
-        found["encoder_bootstrap_port"] = place.bootstrap_port + 1
     return found
 
 
