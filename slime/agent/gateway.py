@@ -271,6 +271,7 @@ class SharedGateway(metaclass=SingletonMeta):
 
     def __init__(self, args: Args) -> None:
         state = GenerateState(args)
+        sees_images = args.multimodal_keys and state.processor is not None
         parsers = parser_names(state.tokenizer, args.sglang_tool_call_parser, args.sglang_reasoning_parser)
         self.gateway = Gateway(
             tokenizer=state.tokenizer,
@@ -283,16 +284,9 @@ class SharedGateway(metaclass=SingletonMeta):
             args=args,
             is_ending=lambda: state.aborted,
             keeps_aborted=args.partial_rollout,
-            pictures=_pictures(args, state),
+            pictures=Pictures(state.processor, state.tokenizer, image_options(args)) if sees_images else None,
         ).start()
         quiet_collector()
-
-
-def _pictures(args: Args, state: GenerateState) -> Pictures | None:
-    """What opens the images of agents, where the run trains on images."""
-    if not args.multimodal_keys or state.processor is None:
-        return None
-    return Pictures(state.processor, state.tokenizer, image_options(args))
 
 
 async def shared_gateway(args: Args) -> Gateway:

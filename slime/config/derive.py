@@ -114,7 +114,9 @@ def devices(args: Args, explicit: set[str]) -> dict[str, Any]:
             actor_gpus=nodes * per_node,
         )
     if args.debug_rollout_only and not external and rollout_gpus is not None:
-        nodes, per_node = rollout_only_trainers(rollout_gpus)
+        # nodes that stand for the trainer where only engines run
+        per_node = min(GPUS_OF_A_ROLLOUT_ONLY_NODE, rollout_gpus)
+        nodes, per_node = (rollout_gpus // per_node, per_node) if per_node > 0 else (0, 0)
     return {
         "debug_train_only": train_only,
         "colocate": args.colocate and not args.debug_rollout_only,
@@ -140,12 +142,6 @@ def engine_slots(given: int | None, *, colocate: bool, debug_train_only: bool, a
     if debug_train_only:
         return 0
     return actor_gpus if given is None and colocate else given
-
-
-def rollout_only_trainers(rollout_gpus: int) -> tuple[int, int]:
-    """(nodes, GPUs per node) that stand for the trainer where only engines run."""
-    per_node = min(GPUS_OF_A_ROLLOUT_ONLY_NODE, rollout_gpus)
-    return (rollout_gpus // per_node, per_node) if per_node > 0 else (0, 0)
 
 
 def backend_of(accelerator: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -68,7 +69,11 @@ class Api:
             "": sample_list,
             "/{row:int}": lambda request, _, samples: samples.sample(request.path_params["row"]),
             "/times": lambda _, __, samples: samples.lanes(),
-            "/{row:int}/text": sample_text,
+            "/{row:int}/text": lambda request, _, samples: samples.text(
+                request.path_params["row"],
+                request.query_params.get("text", "response"),  # more of a long one: `?text=response&start=20000`
+                number_of(request, "start", 0),
+            ),
             "/{row:int}/tokens": sample_tokens,
         }
         routes = [Route(f"/runs/{{run}}{path}", self._of_run(page)) for path, page in of_runs.items()]
@@ -189,12 +194,6 @@ def sample_list(request: Request, _: Run, samples: Samples) -> dict[str, Any]:
     return samples.page(query, start=number_of(request, "start", 0), count=number_of(request, "count", 50))
 
 
-def sample_text(request: Request, _: Run, samples: Samples) -> dict[str, Any]:
-    """More of a long text: `?text=response&start=20000`."""
-    name = request.query_params.get("text", "response")
-    return samples.text(request.path_params["row"], name, number_of(request, "start", 0))
-
-
 def sample_tokens(request: Request, run: Run, samples: Samples) -> dict[str, Any]:
     """Tokens with their values: `?start=0&count=2000`; their texts where the run's tokenizer can be read."""
     start, count = number_of(request, "start", 0), number_of(request, "count", 2000)
@@ -246,11 +245,7 @@ def number_of(request: Request, name: str, default: int) -> int:
 @lru_cache(maxsize=1)
 def _load_ahead() -> None:
     """Somebody looks: import what reads samples (a second, 30 MB) before they are asked for."""
-    Thread(target=_load_reader, daemon=True).start()
-
-
-def _load_reader() -> None:
-    import slime.dashboard.records  # noqa: F401
+    Thread(target=importlib.import_module, args=("slime.dashboard.records",), daemon=True).start()
 
 
 def _page(request: Request) -> Response:

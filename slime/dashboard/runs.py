@@ -218,12 +218,9 @@ class Run:
         if ends:
             return str(ends[-1].get("status"))
         if self.start.get("host") != socket.gethostname():
-            return "running" if time.time() - self._last_sign() < QUIET_S else "lost"
+            times = [event["time"] for event in self.events if isinstance(event.get("time"), int | float)]
+            return "running" if time.time() - max([self.series.last_time, *times[-1:]]) < QUIET_S else "lost"
         return "running" if _is_alive(self.start) else "lost"
-
-    def _last_sign(self) -> float:
-        events = [event["time"] for event in self.events if isinstance(event.get("time"), int | float)]
-        return max([self.series.last_time, *events[-1:]])
 
 
 def _is_alive(start: dict[str, Any]) -> bool:

@@ -50,7 +50,10 @@ class Lines:
             if not is_inside(self._path, self._root):
                 return found
             with self._path.open("rb") as file:
-                self._begin_again_if_replaced(os.fstat(file.fileno()))
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:  # replaced: it is read anew
+                    self.generation += bool(self._inode)
+                    self._inode, self._offset, self._rest, self.num_broken = status.st_ino, 0, b"", 0
                 file.seek(self._offset)
                 while chunk := file.read(CHUNK_BYTES):
                     self._offset += len(chunk)
@@ -58,11 +61,6 @@ class Lines:
         except OSError:
             return found  # it is not there, or not ours to read
         return found
-
-    def _begin_again_if_replaced(self, status: os.stat_result) -> None:
-        if status.st_ino != self._inode or status.st_size < self._offset:
-            self.generation += bool(self._inode)
-            self._inode, self._offset, self._rest, self.num_broken = status.st_ino, 0, b"", 0
 
     def _objects(self, chunk: bytes) -> list[dict[str, Any]]:
         *lines, self._rest = (self._rest + chunk).split(b"\n")

@@ -11,11 +11,11 @@ import contextlib
 import os
 import secrets
 import socket
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import uvicorn
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -62,20 +62,21 @@ class Guard:
         await answer(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        request = Request(scope)
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("only GET is answered", 405, {"allow": "GET, HEAD"})
-        name, port = _host(headers)
+        name, port = _host(request.headers.get("host", ""))
         cookie = f"{COOKIE}_{port}"
         if self._is_local and not is_loopback(name):
             return PlainTextResponse("this server is for the loopback host alone", 421)
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        given = request.query_params.get("token", "")
         if given and self._is_right(given):
             answer = RedirectResponse(scope["path"], 303)
             answer.set_cookie(cookie, given, httponly=True, samesite="strict")
             return answer
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        if self._is_right(_cookie(headers, cookie)) or (scheme.lower() == "bearer" and self._is_right(bearer.strip())):
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        is_bearer = scheme.lower() == "bearer" and self._is_right(bearer.strip())
+        if is_bearer or self._is_right(request.cookies.get(cookie, "")):
             return None
         return PlainTextResponse("open the URL that was printed at the start: it holds the token\n", 401)
 
@@ -83,20 +84,12 @@ class Guard:
         return secrets.compare_digest(given.encode(), self._token.encode())
 
 
-def _host(headers: dict[str, str]) -> tuple[str, int]:
+def _host(header: str) -> tuple[str, int]:
     try:
-        parts = urlsplit(f"//{headers.get('host', '')}")
+        parts = urlsplit(f"//{header}")
         return parts.hostname or "", parts.port or 80
     except ValueError:  # it is no host and port
         return "", 0
-
-
-def _cookie(headers: dict[str, str], name: str) -> str:
-    try:
-        found = SimpleCookie(headers.get("cookie", "")).get(name)
-    except CookieError:
-        return ""
-    return found.value if found else ""
 
 
 def serve(app: ASGIApp, listening: socket.socket, *, token: str, host: str) -> None:

@@ -89,7 +89,8 @@ def compute_rollout_metrics(args: Args, samples: Sequence[Sample], rollout_time:
     metrics = dict_add_prefix(compute_metrics_from_samples(args, samples), "rollout/")
     metrics |= dict_add_prefix(compute_perf_metrics_from_samples(args, samples, rollout_time), "perf/")
     if args.log_passrate:
-        whole = _of_trusted_groups(args, samples)
+        lost = {sample.group_index for sample in samples if not sample.counts(args)}
+        whole = [sample for sample in samples if sample.counts(args) and sample.group_index not in lost]
         metrics |= dict_add_prefix(pass_rate(_rewards(args, whole), whole, args.n_samples_per_prompt), "passrate/")
     if args.log_multi_turn:
         metrics |= dict_add_prefix(multi_turn_metrics(samples), "multi_turn/")
@@ -381,11 +382,6 @@ def pass_rate(rewards: Sequence[float], samples: Sequence[Sample], group_size: i
     elif len(rewards) % group_size:
         return {}
     return compute_pass_rate(rewards, group_size)
-
-
-def _of_trusted_groups(args: Args, samples: Sequence[Sample]) -> list[Sample]:
-    lost = {sample.group_index for sample in samples if not sample.counts(args)}
-    return [sample for sample in samples if sample.counts(args) and sample.group_index not in lost]
 
 
 def _rewards(args: Args, samples: Sequence[Sample]) -> list[float]:

@@ -397,11 +397,6 @@ def _transport(plan: Plan) -> Lines:
         yield f"{sends.way}, {sends.every}: {size(sends.num_bytes)} in {buckets}"
 
 
-def _outputs(plan: Plan) -> Lines:
-    rows = [(output.what, output.where, size(output.size_bytes), output.when) for output in plan.outputs]
-    return [table(("what", "where", "size", "when"), rows, right=(2,))]
-
-
 def _hooks(plan: Plan) -> Lines:
     rows = [(hook.flag, hook.path, hook.where or f"NOT LOADED: {hook.problem}") for hook in plan.hooks]
     return [table(("flag", "hook", "where"), rows) if rows else "none of the user's"]
@@ -439,7 +434,13 @@ SECTIONS: dict[str, Callable[[Plan], Lines]] = {
     "Memory per GPU": _memory,
     "Time of one rollout (estimate)": _times,
     "Weight transport": _transport,
-    "What is written": _outputs,
+    "What is written": lambda plan: [
+        table(
+            ("what", "where", "size", "when"),
+            [(output.what, output.where, size(output.size_bytes), output.when) for output in plan.outputs],
+            right=(2,),
+        )
+    ],
     "Hooks": _hooks,
     "Data": _rows,
     "Assumed": _sentences("assumptions"),

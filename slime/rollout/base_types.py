@@ -394,7 +394,7 @@ def _as_train_output(fn: RolloutFn, output: Any) -> RolloutFnTrainOutput:
             f"{name} returned {kind_of(output)}; it must return a RolloutFnTrainOutput or a list of samples"
         )
     try:
-        groups = as_groups(samples)
+        groups = [flatten(entry) for entry in samples]
     except TypeError as error:
         raise TypeError(f"{name} returned a list that holds something else than samples: {error}") from error
     if not any(groups):
@@ -415,11 +415,6 @@ def _as_eval_output(fn: RolloutFn, output: Any) -> RolloutFnEvalOutput:
                 'it must return {"rewards": [...], "truncated": [...], "samples": [...]} for each'
             )
     return output
-
-
-def as_groups(samples: list[Any]) -> list[Group]:
-    """Groups of samples from any shape: flat samples (each its own group), groups, or groups of fan-out lists."""
-    return [flatten(entry) for entry in samples]
 
 
 def flatten(value: Any) -> list[Sample]:

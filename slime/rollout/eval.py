@@ -119,7 +119,8 @@ async def eval_rollout_single_dataset(args: Args, rollout_id: int, dataset_cfg: 
                 # Upstream gives repetition j of every prompt the seed rollout_seed + j. Prompts of one length then
                 # draw the same noise and err together: the accuracy says more about the seed than about the model.
                 seed = sampling_seed(args.rollout_seed, "eval", position, repetition)
-                calls.append(_one(args, sample, _with_seed(args, params, seed), bar))
+                more = {"sampling_seed": seed} if args.sglang_enable_deterministic_inference else {}
+                calls.append(_one(args, sample, {**params, **more}, bar))
             return list(await gather_or_cancel(calls))
 
     with progress_bar(len(dataset) * repetitions, f"eval {dataset_cfg.name}") as bar:
@@ -164,10 +165,6 @@ def eval_sample(config: EvalDatasetConfig, prompt: Sample, *, index: int, group:
     sample.custom_rm_path = config.custom_rm_path
     sample.generate_function_path = config.custom_generate_function_path
     return sample
-
-
-def _with_seed(args: Args, params: dict[str, Any], seed: int) -> dict[str, Any]:
-    return {**params, "sampling_seed": seed} if args.sglang_enable_deterministic_inference else dict(params)
 
 
 async def _one(args: Args, sample: Sample, params: dict[str, Any], bar: Any) -> Sample | None:

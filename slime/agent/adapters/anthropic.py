@@ -106,7 +106,9 @@ def _user(content: Any) -> list[Message]:
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     messages: list[Message] = []
-    for is_result, group in itertools.groupby(content or (), _is_result):
+    for is_result, group in itertools.groupby(
+        content or (), lambda block: isinstance(block, dict) and block.get("type") == "tool_result"
+    ):
         blocks = list(group)
         together = content_of(blocks)
         if isinstance(together, list) and not is_result:  # an image and the words about it
@@ -115,10 +117,6 @@ def _user(content: Any) -> list[Message]:
         role = "tool" if is_result else "user"
         messages += [{"role": role, "content": content_of(block)} for block in blocks]
     return messages
-
-
-def _is_result(block: Any) -> bool:
-    return isinstance(block, dict) and block.get("type") == "tool_result"
 
 
 def _assistant(blocks: list[Any]) -> Message:

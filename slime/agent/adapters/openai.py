@@ -134,7 +134,15 @@ class OpenAIAdapter(BaseAdapter):
         wire: Message = {"role": "assistant", "content": parsed.text}
         if parsed.tool_uses:
             kept["tool_calls"] = [tool_call_dict(use["name"], use["input"]) for use in parsed.tool_uses]
-            wire |= {"content": parsed.text or None, "tool_calls": [_wire_call(use) for use in parsed.tool_uses]}
+            calls = [
+                {
+                    "id": new_id("call_"),
+                    "type": "function",
+                    "function": {"name": use["name"], "arguments": json.dumps(use["input"], sort_keys=True)},
+                }
+                for use in parsed.tool_uses
+            ]
+            wire |= {"content": parsed.text or None, "tool_calls": calls}
         if parsed.reasoning:
             wire["reasoning_content"] = parsed.reasoning
         return Reply(kept, manager_finish_reason(parsed.tool_uses, raw_finish), wire)
@@ -151,11 +159,6 @@ class OpenAIAdapter(BaseAdapter):
             return await send_events(request, _chunks({**head, "object": "chat.completion.chunk"}, reply, usage))
         choice = {"index": 0, "message": reply.wire, "finish_reason": reply.finish_reason}
         return json_answer({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
-
-
-def _wire_call(use: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": use["name"], "arguments": json.dumps(use["input"], sort_keys=True)}
-    return {"id": new_id("call_"), "type": "function", "function": function}
 
 
 def _chunks(head: dict[str, Any], reply: Reply, usage: dict[str, int]) -> list[Event]:

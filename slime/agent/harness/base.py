@@ -255,13 +255,9 @@ def host_paths(command: str) -> tuple[str, ...]:
         root = real
     if name := _env_interpreter(str(real)):
         return (str(root), *host_paths(name))
-    return tuple(dict.fromkeys((str(root), *_python_paths(root))))
-
-
-def _python_paths(environment: Path) -> list[str]:
-    """The Python that a virtual environment was made of; none for anything else."""
-    python = environment / "bin" / "python"
-    return [str(Path(os.path.realpath(python)).parent.parent)] if python.exists() else []
+    python = root / "bin" / "python"  # of a virtual environment, which needs the Python that it was made of
+    made_of = [str(Path(os.path.realpath(python)).parent.parent)] if python.exists() else []
+    return tuple(dict.fromkeys((str(root), *made_of)))
 
 
 def _env_interpreter(path: str) -> str | None:

@@ -21,7 +21,7 @@ import typing
 import warnings
 from typing import Any, NamedTuple
 
-from slime.config.option_table import OptionTable, cached_table
+from slime.config.option_table import cached_table
 
 # field -> option, where Megatron-LM's name is neither in `argparse_meta` nor the field's name
 NAMES = {
@@ -164,13 +164,8 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
 
     The first call for a version of megatron-core imports it, later ones read the table that the first has written.
     """
-    config_table().add_to(parser)
-
-
-def config_table() -> OptionTable:
-    """The options of the installed megatron-core's configs."""
     version = importlib.metadata.version("megatron-core")
-    return cached_table("megatron-core", {"megatron-core": version}, _add_all_fields)
+    cached_table("megatron-core", {"megatron-core": version}, _add_all_fields).add_to(parser)
 
 
 def _add_all_fields(parser: argparse.ArgumentParser) -> None:

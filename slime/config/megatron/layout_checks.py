@@ -92,11 +92,6 @@ def _changes(args: Args) -> Iterator[tuple[int, str, dict[str, Any]]]:
         yield args.num_layers, f"{option} left out", {name: False if given[option] is True else None}
 
 
-def _divides(args: Args) -> bool:
-    layout = Layout.of(args)
-    return layout.world % layout.model == 0
-
-
 def _world(args: Args) -> str:
     """The sentence on GPUs that do not make whole copies of the model."""
     layout, given = Layout.of(args), [name for name in OPTIONS if vars(args)[name] > 1]
@@ -204,7 +199,7 @@ def _spread(args: Args) -> int:
 
 
 SIZES: tuple[Check, ...] = (
-    Rule(lambda a: not _divides(a), _world),
+    Rule(lambda a: Layout.of(a).world % Layout.of(a).model, _world),
     Rule(
         _undivided,
         lambda a: (

@@ -89,7 +89,9 @@ def check_batch(args: Args) -> Iterable[str]:
 
 def _check_divisions(args: Args) -> Iterable[str]:
     """Every data-parallel rank gets the same number of micro-batches."""
-    dp_size, group = data_parallel_size(args), interleaved_group(args)
+    dp_size, group = data_parallel_size(args), 1
+    if args.virtual_pipeline_model_parallel_size is not None:  # micro-batches that its stages take at a time
+        group = int(args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size)
     step, micro = args.global_batch_size, args.micro_batch_size
     if min(dp_size, group, step, micro) < 1:
         return  # said by check_range and check_trainer
@@ -124,13 +126,6 @@ def data_parallel_size(args: Args) -> int:
     """Copies of the model that share a train step's samples; 0 where the trainer has too few GPUs for one."""
     one_copy = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     return args.actor_num_nodes * args.actor_num_gpus_per_node // max(1, one_copy)
-
-
-def interleaved_group(args: Args) -> int:
-    """Micro-batches that a rank's virtual pipeline stages take at a time; 1 without such stages."""
-    if args.virtual_pipeline_model_parallel_size is None:
-        return 1
-    return int(args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size)
 
 
 check_micro_batches = where(lambda a: not (a.debug_rollout_only or a.eval_only), _check_divisions)

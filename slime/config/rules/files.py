@@ -42,7 +42,9 @@ def read_hf_config(path: str | None) -> tuple[dict[str, Any] | None, list[str]]:
             "give DIR."
         ]
     if not (root / "config.json").is_file():
-        return None, [f"--hf-checkpoint {path} is no HF checkpoint: it has no config.json{_looks_like(root)}."]
+        is_megatron = classify_checkpoint(root) == "megatron"
+        looks_like = " (it is a Megatron checkpoint: give that as --load or --ref-load)" if is_megatron else ""
+        return None, [f"--hf-checkpoint {path} is no HF checkpoint: it has no config.json{looks_like}."]
     try:
         config = json.loads((root / "config.json").read_text())
     except ValueError as error:
@@ -52,12 +54,6 @@ def read_hf_config(path: str | None) -> tuple[dict[str, Any] | None, list[str]]:
             f"--hf-checkpoint {path}: config.json names no model_type; it is no config of a transformers model."
         ]
     return config, []
-
-
-def _looks_like(root: Path) -> str:
-    if classify_checkpoint(root) == "megatron":
-        return " (it is a Megatron checkpoint: give that as --load or --ref-load)"
-    return ""
 
 
 def check_hf_files(path: str, *, needs_weights: bool) -> Iterable[str]:

@@ -46,10 +46,6 @@ def _only_built_in_code(args: Args) -> bool:
     return not any(hooks) and all(path.startswith("slime.rollout.") for path in places)
 
 
-def _takes_process(args: Args) -> bool:
-    return ESTIMATORS[args.advantage_estimator].process
-
-
 def _check_reward_keys(args: Args) -> Iterable[str]:
     """Parts of a reward have weights."""
     for option, key in {"--reward-key": args.reward_key, "--eval-reward-key": args.eval_reward_key}.items():
@@ -202,7 +198,10 @@ LOSS_CHECKS: tuple[Check, ...] = (
     ),
     # rewards of tokens and turns go to an estimator that uses them
     Rule(
-        lambda a: a.process_reward_path and not (_takes_process(a) or a.custom_advantage_function_path),
+        lambda a: (
+            a.process_reward_path
+            and not (ESTIMATORS[a.advantage_estimator].process or a.custom_advantage_function_path)
+        ),
         lambda a: (
             f"--process-reward-path {a.process_reward_path}: --advantage-estimator {a.advantage_estimator} does not "
             "use rewards of tokens or turns; choose one of "

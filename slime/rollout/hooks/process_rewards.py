@@ -31,11 +31,6 @@ ABLE = " or ".join(name for name, row in ESTIMATORS.items() if row.process)
 """The estimators that use them."""
 
 
-def uses_process_rewards(args: Args) -> bool:
-    """Whether rewards of tokens and turns enter the advantages."""
-    return ESTIMATORS[args.advantage_estimator].process or args.custom_advantage_function_path is not None
-
-
 def turn_spans(sample: Sample) -> list[tuple[int, int]]:
     """[start, end) of each turn in the response: its runs of trained tokens, also where the sample is removed.
 
@@ -86,7 +81,7 @@ def process_problem(args: Args, sample: Sample) -> str | None:
     if len(given) == 2:
         return "token_rewards and turn_rewards; set one of them"
     ((name, values),) = given.items()
-    if not uses_process_rewards(args):
+    if not ESTIMATORS[args.advantage_estimator].process and args.custom_advantage_function_path is None:
         return f"{name}, which --advantage-estimator {args.advantage_estimator} does not use; choose {ABLE}"
     if not isinstance(values, list):
         return f"{name} of the type {type(values).__name__}; it must be a list"

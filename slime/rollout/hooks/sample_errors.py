@@ -296,14 +296,10 @@ def blame(name: str, sample: Sample, *, about_label: str = "") -> Iterator[None]
             raise
         refused = isinstance(error, HttpError) and error.status is not None and error.status < 500
         text = f"{name} failed on {describe(sample)}: {type(error).__name__}: {error}"
-        if about_label and isinstance(error, _OF_A_VALUE) and _reads_label(error):
+        reads_label = any("label" in frame.f_code.co_names for frame, _ in walk_tb(error.__traceback__))
+        if about_label and isinstance(error, _OF_A_VALUE) and reads_label:
             text += f" ({about_label})"
         raise as_kind_of(SampleError, error)(text, is_final=refused) from error
-
-
-def _reads_label(error: BaseException) -> bool:
-    """Whether code that an error came through has `.label` in it."""
-    return any("label" in frame.f_code.co_names for frame, _ in walk_tb(error.__traceback__))
 
 
 def stray_cancellation(group: list[Sample]) -> SampleError:

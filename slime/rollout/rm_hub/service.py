@@ -304,12 +304,6 @@ def conversation(sample: Sample, response: str) -> list[dict[str, Any]]:
     return [*messages, {"role": "assistant", "content": response}]
 
 
-def conversation_ids(tokenizer: Any, sample: Sample, response: str) -> list[int]:
-    """Token ids of the whole conversation under the reward model's chat template."""
-    text = render_chat(tokenizer, conversation(sample, response), add_generation_prompt=False)
-    return encode_text(tokenizer, text)
-
-
 @functools.cache
 def _policy_tokenizer(path: str, trust_remote_code: bool) -> Any:
     return load_tokenizer(path, trust_remote_code=trust_remote_code)
@@ -342,7 +336,9 @@ async def classify_reward(args: Args, response: str, sample: Sample) -> float:
         max_in_flight=MAX_IN_FLIGHT,
         timeout_s=TIMEOUT_S,
     )
-    payload = {"input_ids": conversation_ids(RewardTokenizer(args).tokenizer, sample, response)}
+    tokenizer = RewardTokenizer(args).tokenizer
+    text = render_chat(tokenizer, conversation(sample, response), add_generation_prompt=False)
+    payload = {"input_ids": encode_text(tokenizer, text)}
     answer = await ask(service, payload, sample)
     entry = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
     scores = entry.get("embedding") if isinstance(entry, dict) else None

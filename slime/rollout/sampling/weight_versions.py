@@ -56,13 +56,10 @@ class SyncSchedule:
             return False
         before = rollout_id - 1
         while self.stops_every and self.version_at(before + 1) > version:  # its sync is still to come
-            if self._is_stop(before):
+            if any((before + 1) % period == 0 for period in self.stops_every):
                 return False
             before -= 1
         return True
-
-    def _is_stop(self, rollout_id: int) -> bool:
-        return any((rollout_id + 1) % period == 0 for period in self.stops_every)
 
 
 class WeightClock(metaclass=SingletonMeta):

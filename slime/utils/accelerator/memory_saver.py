@@ -50,7 +50,8 @@ def environment(inherited: Mapping[str, str]) -> dict[str, str]:
         UsageError: the package is missing, has no library for torch's CUDA, or torch's allocator is set up in a way
             that it cannot work with.
     """
-    if EXPANDABLE in allocator_settings(inherited).lower():
+    settings = f"{inherited.get('PYTORCH_CUDA_ALLOC_CONF')},{inherited.get('PYTORCH_ALLOC_CONF')}"
+    if EXPANDABLE in settings.lower():
         raise UsageError(
             "--offload-train does not go with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF: the saver would "
             "not see torch's memory; take it out, or give --no-offload-train."
@@ -61,11 +62,6 @@ def environment(inherited: Mapping[str, str]) -> dict[str, str]:
         "TMS_INIT_ENABLE": "1",
         "TMS_INIT_ENABLE_CPU_BACKUP": "1",
     }
-
-
-def allocator_settings(env: Mapping[str, str]) -> str:
-    """How an environment sets up torch's CUDA allocator, under the variable's old and new name."""
-    return ",".join(filter(None, (env.get("PYTORCH_CUDA_ALLOC_CONF"), env.get("PYTORCH_ALLOC_CONF"))))
 
 
 def _preloaded() -> list[str]:

@@ -74,11 +74,6 @@ class Fp8Training:
                     found.setdefault(name, size)
         return found
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no layer is trained in fp8."""
-        return not any(self.takes(layer, name) for layer, sizes in enumerate(self.sizes) for name in sizes)
-
 
 def fp8_training_problems(args: Args, hf_config: Mapping[str, Any] | None, *, looks: bool) -> Problems:
     """What is wrong with training in fp8.
@@ -114,7 +109,7 @@ def _layer_problems(args: Args, hf_config: Mapping[str, Any]) -> Problems:
             "use a checkpoint in 16 bit, or one of tools/convert_hf_to_fp8.py."
         )
     sizes = ", ".join(f"{name} ({size.rows} x {size.columns})" for name, size in plan.left_out().items())
-    if plan.is_empty:
+    if not any(plan.takes(layer, name) for layer, sizes in enumerate(plan.sizes) for name in sizes):
         problems.wrong.append(
             f"{FLAGS}: a rank has no linear layer outside of experts that is whole blocks of {BLOCK} x {BLOCK} and "
             f"not kept in 16 bit by the checkpoint: {sizes or 'none'} (rows of a head, of a gate, or all); leave "
