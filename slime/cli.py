@@ -62,8 +62,7 @@ def view(
     host: Annotated[str, typer.Option(help="address to listen on")] = LOOPBACK,
 ) -> None:
     """Serve pages over runs: while they run, and after they ended or crashed. Nothing is written."""
-    from slime.dashboard.app import make_app  # `slime --help` needs no server
-    from slime.dashboard.server import serve
+    from slime.dashboard.app import make_app, serve  # `slime --help` needs no server
 
     _check(directories)
     try:

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from slime.dashboard.address import TOKEN_VARIABLE
-from slime.dashboard.app import make_app
-from slime.dashboard.server import serve
+from slime.dashboard.app import make_app, serve
 
 if __name__ == "__main__":
     if "--fd" not in sys.argv:

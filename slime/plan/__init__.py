@@ -144,7 +144,8 @@ def make_plan(args: Args, facts: Facts | None = None) -> Plan:
     layout = ParallelLayout.of(args, shape.num_layers if shape else 1)
     batch = batch_plan(args, layout, facts.data) if args.rollout_batch_size else None
     slots, node_size = slot_layout(args), _node_size(args)
-    kinds = _engine_kinds(args, slots) if facts.engines is None else facts.engines
+    alike = EngineKind(EngineGroup("", slots.num_engine_slots, args.rollout_num_gpus_per_engine))
+    kinds = facts.engines if facts.engines is not None else [alike] if slots.num_engine_slots else []
     serving = [kind for kind in kinds if kind.serves_policy and kind.group.name != "placeholder"]
     engines = [_memory_of(kind, shape, device, batch, fmt) for kind in serving if shape]
     trainers = _trainers(args, slots, shape, layout, batch, facts.tower)
@@ -178,12 +179,6 @@ def make_plan(args: Args, facts: Facts | None = None) -> Plan:
         warnings=facts.warnings,
         refused=facts.refused,
     )
-
-
-def _engine_kinds(args: Args, slots: SlotLayout) -> list[EngineKind]:
-    """The engines of a run that has one kind."""
-    group = EngineGroup("", slots.num_engine_slots, args.rollout_num_gpus_per_engine)
-    return [EngineKind(group)] if slots.num_engine_slots else []
 
 
 def _trainers(

@@ -133,7 +133,8 @@ async def _abort(args: Args, rollout_id: int, collector: Collector) -> list[Grou
     state.aborted = True  # from here on no scoring begins
     returned = []
     deadline = time.monotonic() + ABORT_DEADLINE_S
-    state.stop_scoring()
+    for scoring in state.scorings:
+        scoring.cancel()
     while state.pendings:
         await _abort_engines(args)
         # Asked again every second: a request may have been on its way, a multi-turn function may start another turn.

@@ -12,8 +12,7 @@ from typing import Any
 
 from starlette.testclient import TestClient
 
-from slime.dashboard.app import make_app
-from slime.dashboard.server import Guard
+from slime.dashboard.app import Guard, make_app
 
 TOKEN = "a-token"
 HOST = "http://127.0.0.1"

@@ -204,20 +204,15 @@ def single(value: Any) -> Any:
 def model_sizes(args: Args) -> dict[str, Any]:
     """Sizes of the model that were left to their defaults."""
     heads = args.num_attention_heads
+    known = text_config(read_config(args.hf_checkpoint)).get("vocab_size") if args.hf_checkpoint else None
     return {
         "num_query_groups": query_groups(args),
         # Latent attention has heads of sizes of its own, whatever is given here.
         "kv_channels": (args.v_head_dim if args.multi_latent_attention else args.kv_channels)
         or args.hidden_size // heads,
         "ffn_hidden_size": ffn_size(args),
-        "vocab_size": args.vocab_size or vocab_size_of(args.hf_checkpoint),
+        "vocab_size": args.vocab_size or (known if isinstance(known, int) else None),
     }
-
-
-def vocab_size_of(hf_checkpoint: str | None) -> int | None:
-    """The vocabulary of an HF directory; None where there is no readable config.json."""
-    size = text_config(read_config(hf_checkpoint)).get("vocab_size") if hf_checkpoint else None
-    return size if isinstance(size, int) else None
 
 
 OPTIONS = {

@@ -68,10 +68,7 @@ _PACKAGES = {"--sglang-": "sglang", "--no-sglang-": "sglang", "--router-": "sgla
 
 def is_installed(package: str) -> bool:
     """Whether a package (sglang or sglang_router) can be imported."""
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
+    return importlib.util.find_spec(package) is not None
 
 
 def missing_packages() -> list[str]:

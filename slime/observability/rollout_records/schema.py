@@ -96,12 +96,12 @@ def sample_tables(samples: Sequence[Placed], *, reward_key: str | None) -> Itera
         samples: (place in the rollout, sample, data set; None: where its prompt says it comes from).
         reward_key: --reward-key, which names the number in a reward that is a dict.
     """
-    small = Thumbnails()
+    made: dict[int, str | None] = {}
     for start in range(0, len(samples), ROWS_PER_GROUP):
         part = samples[start : start + ROWS_PER_GROUP]
         rows = [_row(place, sample, dataset, reward_key) for place, sample, dataset in part]
         for row, (_, sample, _) in zip(rows, part, strict=True):
-            row["thumbnails"] = small.of(sample)
+            row["thumbnails"] = _thumbnails_of(sample, made)
         yield pa.Table.from_pylist(rows, schema=SAMPLES)
 
 
@@ -154,21 +154,19 @@ def _of_parts(parts: Mapping[str, Any], key: str | None) -> float | None:
     return sum(weight * number for weight, number in zip(weights.values(), numbers, strict=True) if number is not None)
 
 
-class Thumbnails:
-    """Small pictures of the images of samples; those that samples of a group share are made once."""
+def _thumbnails_of(sample: Sample, made: dict[int, str | None]) -> list[str] | None:
+    """Small pictures of the first `MOST_IMAGES` images of a sample, as data URIs; None where it has none.
 
-    def __init__(self) -> None:
-        self._made: dict[int, str | None] = {}
-
-    def of(self, sample: Sample) -> list[str] | None:
-        """Return those of the first `MOST_IMAGES` images of a sample, as data URIs; None where it has none."""
-        images = list((sample.multimodal_inputs or {}).get("images") or ())
-        if not images:
-            replaced(sample.metadata.get("messages") or sample.prompt, images)
-        for image in images[:MOST_IMAGES]:
-            if id(image) not in self._made:
-                self._made[id(image)] = thumbnail(image)
-        return [uri for image in images[:MOST_IMAGES] if (uri := self._made[id(image)]) is not None] or None
+    Args:
+        made: those that are made already, by the identity of their image, which samples of a group share.
+    """
+    images = list((sample.multimodal_inputs or {}).get("images") or ())
+    if not images:
+        replaced(sample.metadata.get("messages") or sample.prompt, images)
+    for image in images[:MOST_IMAGES]:
+        if id(image) not in made:
+            made[id(image)] = thumbnail(image)
+    return [uri for image in images[:MOST_IMAGES] if (uri := made[id(image)]) is not None] or None
 
 
 def thumbnail(image: Any) -> str | None:

@@ -146,11 +146,6 @@ class GenerateState(metaclass=SingletonMeta):
         finally:
             self.scorings.discard(task)
 
-    def stop_scoring(self) -> None:
-        """End what `score_until_aborted` waits for."""
-        for task in self.scorings:
-            task.cancel()
-
     def submit_generate_tasks(self, samples: list[Group]) -> None:
         """Start one task per group; each group is kept as it was, to be returned if its result is not used."""
         for group in samples:
