@@ -251,35 +251,35 @@ def server_environment(
         tp_size: tensor-parallel ranks of the engine.
         keeps_embeddings: the part of its model that sees images is never trained.
     """
-    env = dict(os.environ)
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-    env["PYTHONUNBUFFERED"] = "1"
-    env["HF_HUB_OFFLINE"] = "1"
-    # GET /health answers at once; /health_generate stays the thorough check.
-    env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
-    # The client closes idle connections, never the server: its default of 5 s races with the router's next request.
-    env["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"
-    if not keeps_embeddings:
-        # Embeddings of images are kept by the image, and neither a flush nor new weights of the tower that made them
-        # would forget them.
-        env.setdefault("SGLANG_VLM_CACHE_SIZE_MB", "0")
+    fixed = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        # GET /health answers at once; /health_generate stays the thorough check.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        # The client closes idle connections, never the server: its default of 5 s races with the router's next
+        # request.
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
+    }
+    # Embeddings of images are kept by the image, and neither a flush nor new weights of the tower that made them would
+    # forget them.
+    usual = {} if keeps_embeddings else {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
     if accelerator == "cpu":
-        env["SGLANG_USE_CPU_ENGINE"] = "1"
-        env["CUDA_VISIBLE_DEVICES"] = ""  # --accelerator cpu on a machine with CUDA
+        # The second: --accelerator cpu on a machine with CUDA.
+        fixed |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         # Threads that wait must sleep: when they spin for a core that others use, two take three times as long as one.
-        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        usual["OMP_WAIT_POLICY"] = "PASSIVE"
         if num_threads is not None:
-            env["OMP_NUM_THREADS"] = str(num_threads)
+            fixed["OMP_NUM_THREADS"] = str(num_threads)
         if tp_size > 1:
             # Unset, SGLang wants a NUMA node for each rank.
-            env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(sorted(os.sched_getaffinity(0)), tp_size))
+            usual["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(sorted(os.sched_getaffinity(0)), tp_size)
     else:
         # Both ends of the NCCL group that carries weights must agree; with SGLang's own "1" on newer drivers they do
         # not.
-        env["NCCL_CUMEM_ENABLE"] = "0"
-        env["NCCL_NVLS_ENABLE"] = "0"
-    return env
+        fixed |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    return usual | dict(os.environ) | fixed
 
 
 def cores_of_ranks(cores: Sequence[int], num_ranks: int) -> str:
