@@ -27,7 +27,7 @@ import torch  # noqa: E402
 
 from benchmarks.gpu_models import QWEN3, SHAPES  # noqa: E402
 from slime.backends.megatron_utils.update_weight.from_disk import DeltaWriter, WholeWriter  # noqa: E402
-from slime.backends.sglang_utils.disk_weights import Loaded, LocalCheckpoint, load  # noqa: E402
+from slime.backends.sglang_utils.disk_weights import ElementCopies, LocalCheckpoint, load  # noqa: E402
 from slime.weights.delta import ENCODINGS  # noqa: E402
 
 BUCKET = 2**29
@@ -79,7 +79,7 @@ class Versions:
         self._encoding = encoding
         held = {name.replace(".", "/"): torch.zeros_like(tensor) for name, tensor in weights.items()}
         self._model = torch.nn.ParameterDict(held).requires_grad_(False)
-        self._loaded = Loaded(self._model)
+        self._loaded = ElementCopies(self._model)
         self._held: dict[str, Any] = {}
         self._number = 0
         device = next(iter(weights.values())).device
