@@ -31,6 +31,7 @@ from megatron.core.transformer.utils import (
 )
 
 from slime.backends.megatron_utils.cp_utils import gather_pack, gathered_places, own_rows
+from slime.backends.megatron_utils.layers.gathered_weights import wait_for_weights
 from slime.backends.megatron_utils.layers.varlen_attention import cu_seqlens_of, host_ends, keep
 from slime.utils import accelerator
 from slime.utils.accelerator import to_device
@@ -131,6 +132,7 @@ class GatedDeltaNet(MegatronModule):
             qkv, b, a = gather_pack(torch.cat(parts, -1), places, self.cp_group).split(
                 [part.shape[-1] for part in parts], -1
             )
+        wait_for_weights(self.conv1d, self.out_norm)
         qkv = causal_conv(qkv.flatten(1), self.conv1d.weight, cu_seqlens).unflatten(-1, (self.key_heads, -1))
         q, k, v = qkv.split([self.key_dim, self.key_dim, values], -1)
         q, k = (_l2_norm(part).repeat_interleave(per_key, 1) for part in (q, k))

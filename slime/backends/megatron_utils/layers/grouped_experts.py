@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 
+from slime.backends.megatron_utils.layers.gathered_weights import wait_for_weights
 from slime.backends.megatron_utils.megatron_patch.without_apex import add_weight_gradient
 from slime.utils.accelerator import to_device
 
@@ -65,6 +66,8 @@ class GroupedExperts(SequentialMLP):
         fc1, fc2 = (
             [expert.get_submodule(name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")
         )
+        if self._forward_pre_hooks:  # every module has one, or none: there may be hundreds
+            wait_for_weights(*self.local_experts.modules())
         hidden = _with_adapters(linear(rows, *(layer.weight for layer in fc1)), rows, fc1, linear)
         activate, checkpoint = partial(_activation, self.config), CheckpointWithoutOutput(fp8=None)
         recomputes = self._recomputes_activation and torch.is_grad_enabled()

@@ -33,6 +33,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from slime.backends.megatron_utils.layers.gathered_weights import wait_for_weights
 from slime.backends.megatron_utils.model.model_weights import ADAPTER, is_of_adapter
 from slime.config.megatron.lora_plan import LoraPlan
 from slime.training.adapters import draw_a
@@ -127,6 +128,7 @@ class Adapter(torch.nn.Module):
 
     def add_to(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Add the adapter's part of x to the layer's output, in its memory where nothing has to go between ranks."""
+        wait_for_weights(self, self.lora_B)
         if self.group.size() > 1 or self.is_expert or (self.dropout and self.training):
             return output + self(x)
         added: torch.Tensor = _Added.apply(output, x, self.lora_A, self.scale, self.groups, *self.lora_B)

@@ -36,6 +36,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.backends.megatron_utils.layers.gathered_weights import wait_for_weights
 from slime.utils.errors import UsageError
 
 
@@ -158,9 +159,7 @@ def lend_embedding(chunks: Sequence[torch.nn.Module]) -> None:
         return
     if parallel_state.is_pipeline_first_stage():
         embedding = as_predicting(chunks[0]).embedding.word_embeddings
-        # It is not called: wait for its weight (--overlap-param-gather) as a call would.
-        for wait in embedding._forward_pre_hooks.values():
-            wait(embedding, ())
+        wait_for_weights(embedding)
     elif parallel_state.is_pipeline_last_stage():
         embedding = as_predicting(chunks[-1]).lent_embedding[0].word_embeddings
     else:

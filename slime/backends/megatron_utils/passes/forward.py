@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
+from slime.backends.megatron_utils.layers.gathered_weights import wait_for_weights
 from slime.backends.megatron_utils.layers.mtp import PredictionClip, as_predicting, lend_embedding
 from slime.backends.megatron_utils.layers.routing import load_balancing_metrics
 from slime.backends.megatron_utils.loss import (
@@ -212,9 +213,7 @@ def run_model_with_predictions(
 
 def deferred_logits(gpt: Any, hidden: torch.Tensor, *, is_trained: bool = True) -> DeferredLogits:
     """What the output layer makes of hidden states [T, 1, H]; its weight gets a gradient if `is_trained`."""
-    # The output layer is not called: wait for its weight (--overlap-param-gather) as a call would.
-    for wait in gpt.output_layer._forward_pre_hooks.values():
-        wait(gpt.output_layer, ())
+    wait_for_weights(gpt.output_layer)
     tied = gpt.share_embeddings_and_output_weights
     weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
     if gpt.config.sequence_parallel:
