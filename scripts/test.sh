@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole check, the same for a person and for CI: environment, lint, format, types, bandit, pip-audit, and every test that needs neither a GPU nor
 # minutes. Arguments go to pytest (bash scripts/test.sh tests/unit/test_types.py -x); pytest's summary is the last line.
-# --fast, as the first argument: lint, and the unit tests, contracts and losses that start no processes of trainers, converters, sandboxes or Ray.
+# --fast, as the first argument: lint, and the unit tests, contracts and losses that start no trainers, converters, sandboxes, Ray or SGLang.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,7 +19,7 @@ if [ "${1:-}" = --fast ]; then
     echo "== fast tests"
     losses=(tests/training/algorithms/test_{aggregation,estimators,extreme_log_probs,gae,kl,mis,off_policy,policy_losses}.py)
     exec python -m pytest -n 2 --no-loadscope-reorder -m "not gpu and not slow and not processes" --durations=30 \
-        tests/unit tests/contracts "${losses[@]}" "$@" </dev/null
+        tests/unit tests/contracts tests/docs/test_style.py "${losses[@]}" "$@" </dev/null
 fi
 echo "== types and security"
 bandit --quiet --severity-level medium --recursive slime slime_plugins tools train.py train_async.py &

@@ -42,6 +42,7 @@ def test_the_hash_takes_the_unsigned_seeds_sglang_passes() -> None:
     assert torch.equal(cpu_standins.murmur_hash32(seeds.to(torch.uint64), positions, columns), signed)
 
 
+@pytest.mark.processes
 @needs_cpu_only
 def test_sglang_imports_after_install_and_a_second_install_changes_nothing() -> None:
     code = (

@@ -446,6 +446,7 @@ print(load(shared / ("weight_v000001" if rank else "elsewhere"), list, local))
 """
 
 
+@pytest.mark.processes
 def test_every_rank_of_an_engine_gives_the_same_answer(world: World, tmp_path: Path) -> None:
     world.updater(FileEngine(), update_weight_disk_keep_files=True).update()
     ranks = [

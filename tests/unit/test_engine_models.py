@@ -66,6 +66,7 @@ def test_a_users_choice_of_modules_stays(monkeypatch: pytest.MonkeyPatch) -> Non
     assert os.environ[OTHER_MODELS] == "llama"
 
 
+@pytest.mark.processes
 def test_sglangs_registry_then_has_that_model_alone() -> None:
     code = (
         "from slime.backends.sglang_utils import cpu_standins, engine_patches\n"

@@ -97,6 +97,7 @@ for step in sys.argv[1:]:
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("order", [("trainer", "engine"), ("engine", "trainer")])
 def test_the_stand_ins_of_trainer_and_engine_live_in_one_process(order):
     done = subprocess.run(

@@ -286,6 +286,7 @@ def test_with_sglang_unknown_flags_are_refused_in_every_run(parser: Parser) -> N
     assert sglang.set_aside(tokens, parser.options()) == tokens
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(700)
 def test_every_option_reaches_its_field_of_the_real_server_and_router() -> None:
     # A process of its own: SGLang's stand-ins on a CPU replace modules that other tests import.
