@@ -190,6 +190,7 @@ def test_an_image_with_another_number_of_tokens_is_an_error() -> None:
         mrope_positions(9, [(1, 3)], [(1, 4, 4)], 2)
 
 
+@pytest.mark.processes
 def test_two_ranks_learn_as_one_and_a_resumed_run_goes_on_with_the_tower(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -207,6 +208,7 @@ def test_two_ranks_learn_as_one_and_a_resumed_run_goes_on_with_the_tower(
     assert records[-len(records2) :] == records2 and all(torch.equal(after[name], after2[name]) for name in after)
 
 
+@pytest.mark.processes
 def test_a_frozen_tower_stays_and_has_no_optimizer_state(models: dict[str, Path], tmp_path: Path) -> None:
     frozen: dict[str, Any] = {**IMAGES, "freeze_vision_tower": True, "num_steps": 2, "save": str(tmp_path / "save")}
     run(models["qwen3_vl"], world=2, out=tmp_path / "out.pt", **frozen)
@@ -218,6 +220,7 @@ def test_a_frozen_tower_stays_and_has_no_optimizer_state(models: dict[str, Path]
     assert not [name for name in names_in(saved) if name.startswith("optimizer.model.visual.")]
 
 
+@pytest.mark.processes
 def test_a_model_that_sees_images_learns_from_text_alone(models: dict[str, Path], tmp_path: Path) -> None:
     """On one rank gradients wait for the last of several micro-batches; the tower, which nothing passes, has none."""
     run(models["qwen3_vl"], world=1, out=tmp_path / "one.pt", max_tokens_per_gpu=24, num_steps=2)
@@ -229,6 +232,7 @@ def test_a_model_that_sees_images_learns_from_text_alone(models: dict[str, Path]
     assert all((after[name] - after2[name]).norm() <= 1e-3 * (after[name] - before[name]).norm() for name in before)
 
 
+@pytest.mark.processes
 def test_newer_names_of_qwen2_5_vl_are_read_and_written_too(models: dict[str, Path], tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

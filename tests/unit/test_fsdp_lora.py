@@ -31,6 +31,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
@@ -120,6 +121,7 @@ def _asked(args: Any) -> None:
     assert torch.tensor(live).sub(torch.tensor(base)).abs().max() > 1e-2
 
 
+@pytest.mark.processes
 def test_what_is_saved_is_what_peft_loads_and_what_a_run_resumes_from(hf: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -147,6 +149,7 @@ def test_what_is_saved_is_what_peft_loads_and_what_a_run_resumes_from(hf: Path, 
     assert all(torch.allclose(torch.load(tmp_path / "start.pt")[1][name], before2[name]) for name in before2)
 
 
+@pytest.mark.processes
 def test_adapters_over_another_base_are_refused(hf: Path, tmp_path: Path) -> None:
     root, other = tmp_path / "save", tmp_path / "other"
     run(hf, out=tmp_path / "out.pt", save=str(root), num_steps=2, **LORA)

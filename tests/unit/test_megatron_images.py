@@ -28,6 +28,7 @@ def references(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     return {name: root / name for name in models}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("family", "world", "layout"),
     [
@@ -45,6 +46,7 @@ def test_steps_with_images_equal_those_of_fsdp(
     assert_equal_runs(references[family], tmp_path / "out")
 
 
+@pytest.mark.processes
 def test_a_frozen_tower_stays_as_it_is(models: dict[str, Path], tmp_path: Path) -> None:
     frozen: dict[str, Any] = {**STEPS, "num_steps": 1, "freeze_vision_tower": True}
     run(models["qwen3_vl"], backend="megatron", out=tmp_path / "out", **frozen)
@@ -52,6 +54,7 @@ def test_a_frozen_tower_stays_as_it_is(models: dict[str, Path], tmp_path: Path) 
     assert all(torch.equal(before[name], after[name]) == name.startswith("model.visual.") for name in before)
 
 
+@pytest.mark.processes
 def test_a_resumed_run_goes_on_with_the_tower_and_its_export_is_read(models: dict[str, Path], tmp_path: Path) -> None:
     hf, saved = models["qwen3_vl"], {"save": str(tmp_path / "save"), "save_hf": str(tmp_path / "hf")}
     run(hf, backend="megatron", out=tmp_path / "whole", **STEPS, **saved)
