@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 if TYPE_CHECKING:
     import torch
 
-    from slime.conversion.reader import SafetensorsReader
+    from slime.conversion.reader import TensorInfo
 
 HALVES = ("lora_A", "lora_B")
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -36,7 +37,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_adapter(directory: Path, reader: SafetensorsReader) -> tuple[dict[str, tuple[torch.Tensor, ...]], float]:
+def read_adapter(
+    directory: Path, infos: Mapping[str, TensorInfo]
+) -> tuple[dict[str, tuple[torch.Tensor, ...]], float]:
     """(name of a weight of the base -> (A [r, in], B [out, r]), what their product is multiplied by).
 
     Raises:
@@ -46,11 +49,12 @@ def read_adapter(directory: Path, reader: SafetensorsReader) -> tuple[dict[str, 
     from safetensors.torch import load_file
 
     from slime.utils.errors import UsageError
-    from slime.weights.adapters import PEFT_PREFIX, not_plain, scale_of
+    from slime.weights.adapters import PEFT_COPY, PEFT_PREFIX, not_plain, scale_of
 
     try:
         config = json.loads((directory / "adapter_config.json").read_text())
         tensors = load_file(directory / "adapter_model.safetensors")
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(PEFT_COPY)}
     except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(f"--adapter {directory} is no PEFT directory that can be read ({error}).") from error
     for sentence in not_plain(config):
@@ -58,7 +62,7 @@ def read_adapter(directory: Path, reader: SafetensorsReader) -> tuple[dict[str, 
     named = {
         name.removeprefix(PEFT_PREFIX).rsplit(f".{half}.", 1)[0] for name in tensors for half in HALVES if half in name
     }
-    infos, found = reader.infos(), dict[str, tuple[Any, ...]]()
+    found = dict[str, tuple[Any, ...]]()
     for module in sorted(named):
         pair = tuple(tensors.pop(f"{PEFT_PREFIX}{module}.{half}.weight", None) for half in HALVES)
         shape = infos[f"{module}.weight"].shape if f"{module}.weight" in infos else None
@@ -82,7 +86,7 @@ def convert(args: argparse.Namespace) -> int:
     Raises:
         UsageError: input or output that cannot work.
     """
-    from slime.conversion.reader import SafetensorsReader, TensorInfo, read_hf_config
+    from slime.conversion.reader import SafetensorsReader, read_hf_config
     from slime.conversion.writer import HfTarget, Job, check_target, write_hf
     from slime.utils.errors import UsageError
     from slime.weights.formats import quantization_config_of
@@ -95,11 +99,16 @@ def convert(args: argparse.Namespace) -> int:
     if quantization_config_of(config):
         raise UsageError(f"--base {base} is quantised; merge into the checkpoint that it was made of.")
     reader = SafetensorsReader(base, flag="--base")
-    pairs, scale = read_adapter(adapter, reader)
+    infos = reader.infos()
+    is_tied = OUTPUT not in infos and EMBEDDING in infos
+    pairs, scale = read_adapter(adapter, infos | ({OUTPUT: infos[EMBEDDING]} if is_tied else {}))
+    if is_tied and OUTPUT in pairs:  # merged, it is another matrix than the embedding
+        infos |= {OUTPUT: infos[EMBEDDING]}
+        config |= {"tie_word_embeddings": False}
 
     def job_of(name: str, info: TensorInfo) -> Job:
         def make() -> list[torch.Tensor]:
-            weight = reader.get(name)
+            weight = reader.get(EMBEDDING if is_tied and name == OUTPUT else name)
             if name not in pairs:
                 return [weight]
             a, b = (half.float() for half in pairs[name])
@@ -107,7 +116,7 @@ def convert(args: argparse.Namespace) -> int:
 
         return Job({name: info}, make)
 
-    jobs = [job_of(name, info) for name, info in reader.infos().items()]
+    jobs = [job_of(name, info) for name, info in infos.items()]
     target = HfTarget(path=output, flag="--output", assets_from=base, config=config, shard_bytes=args.shard_bytes)
     write_hf(target, jobs)
     return len(pairs)

@@ -107,6 +107,36 @@ def resolve_checkpoint_dir(root: str | Path, step: int | None = None) -> tuple[P
     return directory, None if wanted == RELEASE else int(wanted)
 
 
+def saved_plan(path: str | Path, step: int | None) -> dict[str, Any] | None:
+    """What a checkpoint says of its LoRA adapters (`LoraPlan.as_json`); None where it holds a whole model.
+
+    Args:
+        path: a Megatron checkpoint root, or an HF directory.
+        step: iteration of a root; None takes the one that its tracker names.
+
+    Raises:
+        UsageError: there is no such iteration.
+    """
+    if classify_checkpoint(path) != "megatron":
+        return None
+    return plan_in(resolve_checkpoint_dir(path, step)[0])
+
+
+def adapters_in(path: str | None, step: int | None) -> dict[str, Any] | None:
+    """`saved_plan`, and None where that cannot be said: what is wrong then is said elsewhere."""
+    try:
+        return None if path is None else saved_plan(path, step)
+    except (UsageError, OSError, ValueError):
+        return None
+
+
+def plan_in(directory: Path) -> dict[str, Any] | None:
+    """The same of the directory of one iteration."""
+    shape_file = directory / MODEL_SHAPE_FILE
+    saved: dict[str, Any] = json.loads(shape_file.read_text()) if shape_file.is_file() else {}
+    return saved.get("lora")
+
+
 MANIFEST_FILE = "manifest.json"
 Depth = Literal["full", "sizes", "none"]
 """How closely is looked: at sizes and contents, at sizes, not at all."""

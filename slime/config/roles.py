@@ -22,11 +22,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from slime.algorithms.estimators import ESTIMATORS
-from slime.checkpoints.paths import classify_checkpoint, latest_iteration
+from slime.checkpoints.paths import adapters_in, classify_checkpoint, latest_iteration
 from slime.config.args import Args
 from slime.config.custom_config import FileValues, FlagReader, apply_known, custom_config_values, read_known
 from slime.config.derive import aggregation, first
-from slime.config.megatron.lora_plan import adapters_in
 from slime.config.problems import NoEffect, Problems, read_file
 from slime.utils.errors import UsageError
 from slime.utils.files.yaml_config import LocatedYaml, load_yaml, validate
@@ -246,9 +245,11 @@ def parse_megatron_role_args(args: Args, role: Role) -> Args:
 
     Values that derive from others are those of the actor.
     """
-    values = args.megatron_role_values[role]
-    if role == "critic":
-        values = values | _critic_checkpoints(args)
+    values = (
+        args.megatron_role_values[role] | _critic_checkpoints(args)
+        if role == "critic"
+        else args.megatron_role_values[role]
+    )
     return args.replace(**values)
 
 

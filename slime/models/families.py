@@ -95,18 +95,21 @@ def _own_family(path: str) -> Family:
 
 # ---- linear layers that can have LoRA adapters
 
+OUTPUT_LAYER = "output_layer"
+"""The linear layer behind the decoder; `all-linear` does not stand for it, as PEFT's does not."""
 LINEARS = (
     *(f"self_attention.linear_{name}" for name in ("qkv", "q_proj", "q_down_proj", "q_up_proj")),
     *(f"self_attention.linear_{name}" for name in ("kv_down_proj", "kv_up_proj", "proj")),
     *(f"{mlp}.linear_{fc}" for mlp in ("mlp", "mlp.shared_experts") for fc in ("fc1", "fc2")),
     *(f"mlp.experts.local_experts.{{e}}.linear_{fc}" for fc in ("fc1", "fc2")),
+    OUTPUT_LAYER,
 )
-"""Megatron's linear layers of a decoder layer that can have adapters; {e} stands for the expert."""
-_RULE = re.compile(r"decoder\.layers\.\{i\}\.(.+)\.weight")
+"""Megatron's linear layers that can have adapters, by their names in a decoder layer; {e} stands for the expert."""
+_RULE = re.compile(r"(?:decoder\.layers\.\{i\}\.)?(.+)\.weight")
 
 
 def projections_of(args: Args) -> dict[str, tuple[str, ...]]:
-    """Megatron's linear layers of the model's decoder layers -> the projections of HF and PEFT that each holds.
+    """Megatron's linear layers of the model that can have adapters -> the projections of HF and PEFT that each holds.
 
     Empty where the family is not known.
     """
@@ -125,6 +128,8 @@ def projections_of(args: Args) -> dict[str, tuple[str, ...]]:
 
 def _is_there(args: Args, linear: str) -> bool:
     """Whether some layer of the model has this linear layer; a family's rules name those of all its models."""
+    if linear == OUTPUT_LAYER:
+        return True
     part = linear.removeprefix("self_attention.linear_")
     if part != linear:
         compressed = ("q_down_proj", "q_up_proj") if vars(args).get("q_lora_rank") else ("q_proj",)

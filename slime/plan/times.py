@@ -421,9 +421,11 @@ def checkpoint_bytes(args: Args, shape: ModelShape, fmt: WeightFormat | None = N
     export = hf_bytes(args, shape, fmt) if "hf" in contents else 0
     trained = num_adapter_params(args, shape) if args.lora_rank else shape.num_params
     precision = Precision.of(args)
-    weight, optimizer = precision.weight, precision.saved * trained
-    if args.train_backend == "fsdp":
-        weight, optimizer = 4, moment_bytes(args, shape, trained)
+    weight, optimizer = (
+        (4, moment_bytes(args, shape, trained))
+        if args.train_backend == "fsdp"
+        else (precision.weight, precision.saved * trained)
+    )
     peft = precision.weight * trained if args.lora_rank else 0  # adapters are saved once more as a PEFT directory
     return weight * trained + (optimizer if "optimizer" in contents else 0) + peft + export
 
@@ -431,4 +433,5 @@ def checkpoint_bytes(args: Args, shape: ModelShape, fmt: WeightFormat | None = N
 def num_adapter_params(args: Args, shape: ModelShape) -> int:
     """Parameters of all LoRA adapters: what a run with them saves, and by --lora-serve adapter sends."""
     layers = [shape.adapter_params(layer, args.lora_rank or 0) for layer in range(shape.num_layers)]
-    return sum(layer.attention + layer.mlp + layer.replicated + layer.experts for layer in layers)
+    in_layers = sum(layer.attention + layer.mlp + layer.replicated + layer.experts for layer in layers)
+    return in_layers + sum(shape.output_adapter_params(args.lora_rank or 0))

@@ -149,8 +149,7 @@ class Precision:
             return found
         held = 12 - 2 * (flags["exp_avg_dtype"] == "bf16")
         share = float(flags["optimizer_offload_fraction"]) if flags["optimizer_cpu_offload"] else 0.0
-        on_host = share * (held + 4 + found.weight)
-        return replace(found, optimizer=(1 - share) * held, step=0, on_host=on_host)
+        return replace(found, optimizer=(1 - share) * held, step=0, on_host=share * (held + 4 + found.weight))
 
 
 def moment_bytes(args: Args, shape: ModelShape, trained: int) -> int:
@@ -376,6 +375,9 @@ class _Trainer:
         layout, rank = self.layout, self.args.lora_rank or 0
         layers = [self.shape.adapter_params(layer, rank) for layer in layout.stage_layers[stage]]
         dense = sum((layer.attention + layer.mlp) // layout.tp + layer.replicated for layer in layers)
+        if stage == layout.pp - 1 and not self.is_critic:
+            cut, whole = self.shape.output_adapter_params(rank)
+            dense += cut // layout.tp + whole
         return dense, sum(layer.experts for layer in layers) // layout.ep
 
     def predictions(self, stage: int) -> int:

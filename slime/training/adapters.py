@@ -13,11 +13,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from slime.checkpoints.paths import classify_checkpoint
+from slime.checkpoints.paths import classify_checkpoint, plan_in
 from slime.config.args import Args
-from slime.config.megatron.lora_plan import LoraPlan, base_of, plan_in
+from slime.config.megatron.lora_plan import LoraPlan, base_of
 from slime.utils.distributed_utils import gathered
 from slime.utils.errors import UsageError
+from slime.weights.adapters import PEFT_COPY
 
 ADAPTER_DIR = "adapter"
 """The PEFT directory in a checkpoint."""
@@ -97,7 +98,7 @@ def take_adapter(adapters: Iterable[tuple[Sequence[str], Any]], directory: str |
     """
     file = Path(directory) / "adapter_model.safetensors"
     try:
-        tensors = load_file(file)
+        tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith(PEFT_COPY)}
     except (OSError, SafetensorError) as error:
         raise UsageError(f"--lora-adapter-path: {file} cannot be read ({error}).") from error
     used: set[str] = set()

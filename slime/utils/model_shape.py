@@ -280,6 +280,10 @@ class ModelShape:
             rank * attention[0], rank * mlp[0], rank * (attention[1] + mlp[1]), rank * sum(found["experts"])
         )
 
+    def output_adapter_params(self, rank: int) -> tuple[int, int]:
+        """Parameters of a LoRA adapter of this rank on the output layer: B, which TP cuts, and A, which is whole."""
+        return (rank * self.vocab_size, rank * self.hidden_size) if "output_layer" in self.adapted else (0, 0)
+
     def _adapter_widths(self, layer: int) -> dict[str, tuple[int, int]]:
         """Linear layer -> channels on the sides that TP cuts, and on those that it does not, over its projections."""
         hidden, up = self.hidden_size, 1 + self.is_gated

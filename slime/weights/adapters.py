@@ -21,6 +21,8 @@ _LIVE = "slime-live@"
 _VERSION = re.compile(r"slime-v(?P<version>\d+)(?:@(?P<policy>[\w-]+))?(?:\.\d+)?")
 PEFT_PREFIX = "base_model.model."
 """Of the name of every tensor in a PEFT directory."""
+PEFT_COPY = ".base_layer.weight"
+"""Ends the name under which PEFT saves a base's own output layer beside an adapter of it."""
 _IGNORED = ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Of init_lora_weights: PEFT takes B A, as it begins, off the base's weights when it loads such an adapter."""

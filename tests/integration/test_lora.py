@@ -7,6 +7,7 @@ trainer wrote before its first step, so both have the same A. B starts at 0, so 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ from tests.unit.megatron_fakes import make_hf_model
 
 STEPS = 3
 LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 12.0}
-SOME = ("q_proj", "k_proj", "v_proj", "down_proj")
+SOME = ("q_proj", "k_proj", "v_proj", "down_proj", "lm_head")
+WITH_HEAD = {"lora_target_modules": ("all-linear", "lm_head")}
+IN_CHUNKS = {"recompute_loss_function": True, **WITH_HEAD}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3"}
 
 
@@ -116,7 +119,7 @@ def peft_steps(hf_path: Path, adapter: Path) -> tuple[list[tuple[float, float]],
 
     denominators = per_rollout_denominators(NUM_ROLLOUTS)
     log = [reference.step(list(range(NUM_SAMPLES)), token_loss, denominators) for _ in range(STEPS)]
-    return log, get_peft_model_state_dict(reference.model)
+    return log, get_peft_model_state_dict(reference.model, save_embedding_layers=False)
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +173,10 @@ LAYOUTS = {
     "optimizer in host memory": ("--optimizer-cpu-offload --use-precision-aware-optimizer", 1, {}),
     "PP 2": ("--pipeline-model-parallel-size 2", 1, {"max_tokens_per_gpu": 40}),
     "CP 2": ("--context-parallel-size 2", 1, {"max_tokens_per_gpu": 40}),
+    "output layer": ("", 1, WITH_HEAD),
+    "output layer in chunks, TP 2": ("--tensor-model-parallel-size 2", 1, IN_CHUNKS),
+    "output layer in chunks, SP": ("--tensor-model-parallel-size 2 --sequence-parallel", 1, IN_CHUNKS),
+    "output layer, PP 2": ("--pipeline-model-parallel-size 2", 1, {"max_tokens_per_gpu": 40, **WITH_HEAD}),
     "DP 2": ("--overlap-grad-reduce --overlap-param-gather", 2, {"max_tokens_per_gpu": 24}),
 }
 
@@ -227,10 +234,11 @@ EXPERTS = {
 OF_PRODUCTS = ("EP 2 with TP 2", "EP 2 with CP 2", "EP 2 with PP 2")
 
 
-def expected_of(family: str, work: Path) -> tuple[Path, tuple[Any, ...]]:
+def expected_of(family: str, work: Path, *, tied: bool = False, **changes: Any) -> tuple[Path, tuple[Any, ...]]:
     """A model of a family; the adapters that training starts from, and what PEFT makes of them."""
-    make_hf_model(work / "hf", family)
-    train(lora_args(work / "hf", "--expert-model-parallel-size 1"), write_start, work / "start", num_rollouts=0)
+    make_hf_model(work / "hf", family, tied=tied)
+    args = lora_args(work / "hf", "--expert-model-parallel-size 1", **changes)
+    train(args, write_start, work / "start", num_rollouts=0)
     return work / "hf", (work / "start", *peft_steps(work / "hf", work / "start"))
 
 
@@ -263,6 +271,21 @@ def test_adapters_of_latent_attention_are_trained_as_peft_trains_them(
     train(args, check_steps, start, log, after, tmp_path / "out", num_rollouts=STEPS)
 
 
+@pytest.fixture(scope="module")
+def of_tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Any, ...]]:
+    return expected_of("qwen3", tmp_path_factory.mktemp("tied"), tied=True, **WITH_HEAD)
+
+
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+def test_an_output_layer_that_is_the_embedding_has_an_adapter_apart_from_it(
+    of_tied: tuple[Path, tuple[Any, ...]], tmp_path: Path, layout: str
+):
+    hf, (start, log, after) = of_tied
+    assert any("lm_head" in name for name in after)
+    args = lora_args(hf, layout, **IN_CHUNKS)
+    train(args, check_steps, start, log, after, tmp_path / "out", num_rollouts=STEPS)
+
+
 def save_and_export(actor: Any, records: list[Any], out: Path) -> None:
     actor.backend.export_hf(out / "merged")
     before = {name: tensor.clone() for name, tensor in actor.backend.named_weights()}
@@ -272,7 +295,7 @@ def save_and_export(actor: Any, records: list[Any], out: Path) -> None:
 
 
 def test_what_is_saved_is_what_peft_loads_and_what_engines_get(hf_path: Path, tmp_path: Path):
-    args = lora_args(hf_path, "--tensor-model-parallel-size 1", lr=1e-1, save=str(tmp_path / "ckpt"))
+    args = lora_args(hf_path, "--tensor-model-parallel-size 1", lr=1e-1, save=str(tmp_path / "ckpt"), **WITH_HEAD)
     train(args, save_and_export, tmp_path, num_rollouts=2)
     saved = iteration_dir(tmp_path / "ckpt", 0)
     ids = torch.tensor(make_train_data()["tokens"][0])[None]
@@ -288,18 +311,23 @@ def test_what_is_saved_is_what_peft_loads_and_what_engines_get(hf_path: Path, tm
     for ours, theirs in zip(torch.load(tmp_path / "answers"), said, strict=True):
         assert ours == pytest.approx(theirs.tolist(), abs=1e-5), "with adapters and without"
     names = FileSystemReader(saved).read_metadata().state_dict_metadata
-    of_model = [name for name in names if "embedding" in name or "layers" in name]
+    of_model = [name for name in names if re.search("embedding|layer", name)]
     assert of_model and all(".lora." in name for name in of_model), "the base is in no checkpoint"
 
-    resumed = lora_args(hf_path, lr=1e-1, **resumed_from(str(tmp_path / "ckpt")))
+    resumed = lora_args(hf_path, lr=1e-1, **resumed_from(str(tmp_path / "ckpt")), **WITH_HEAD)
     train(resumed, train_once_more, tmp_path / "again", num_rollouts=0)
     (straight, weights), (again, weights_again) = (torch.load(tmp_path / name) for name in ("straight", "again"))
     assert straight == again
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
-    cut = lora_args(hf_path, "--tensor-model-parallel-size 2", lr=1e-1, **resumed_from(str(tmp_path / "ckpt")))
+    cut = lora_args(
+        hf_path, "--tensor-model-parallel-size 2", lr=1e-1, **resumed_from(str(tmp_path / "ckpt")), **WITH_HEAD
+    )
     train(cut, check_loaded, saved / "adapter", tmp_path / "cut", num_rollouts=0)
 
-    begun = lora_args(hf_path, "--pipeline-model-parallel-size 2", lora_adapter_path=str(saved / "adapter"))
+    peft_model(hf_path, saved / "adapter").save_pretrained(tmp_path / "peft")  # with a copy of the base's output layer
+    begun = lora_args(
+        hf_path, "--pipeline-model-parallel-size 2", lora_adapter_path=str(tmp_path / "peft"), **WITH_HEAD
+    )
     train(begun, check_loaded, saved / "adapter", tmp_path / "begun", num_rollouts=0)
 
     make_hf_model(tmp_path / "other", hidden_act="silu", initializer_range=0.5)
@@ -307,7 +335,7 @@ def test_what_is_saved_is_what_peft_loads_and_what_engines_get(hf_path: Path, tm
     with torch.no_grad():
         other.model.norm.weight.mul_(1.01)
     other.save_pretrained(tmp_path / "other")
-    wrong = lora_args(tmp_path / "other", **resumed_from(str(tmp_path / "ckpt")))
+    wrong = lora_args(tmp_path / "other", **resumed_from(str(tmp_path / "ckpt")), **WITH_HEAD)
     with pytest.raises(AssertionError, match=f"{UsageError.__name__}: .*holds adapters of another base"):
         train(wrong, check_loaded, num_rollouts=0)
 

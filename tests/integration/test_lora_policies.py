@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from slime.checkpoints.paths import iteration_dir
 from slime.config.args import Args
 from slime.config.lora_policies import LoraPolicy
-from tests.integration.test_lora import LORA, hf_path, lora_args
+from tests.integration.test_lora import LORA, WITH_HEAD, hf_path, lora_args
 from tests.integration.trainer_world import make_train_data, resumed_from, train
 
 __all__ = ["hf_path"]
@@ -31,7 +31,7 @@ LOOKED_AT = (0, 1, 3)
 
 def flags_of(hf_path: Path, flags: str = "", **changes: Any) -> Args:
     """Without --lora-alpha, so that every rank has a scale of 2."""
-    return Args.of(vars(lora_args(hf_path, flags, lora_alpha=None, **changes)))
+    return Args.of(vars(lora_args(hf_path, flags, lora_alpha=None, **WITH_HEAD, **changes)))
 
 
 def data_of(number: int) -> dict[str, Any]:

@@ -38,7 +38,7 @@ PROMPT = [random.Random(0).randrange(8, 100) for _ in range(64)]
 RANK = 8
 TOLERANCE = 1e-4
 IN_FLIGHT = 6
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 
 Tensors = dict[str, torch.Tensor]
 
@@ -56,7 +56,9 @@ def engine(tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
 def drawn(model: Path, seed: int, scale: float = 0.05) -> Tensors:
     """A random adapter of a model."""
     generator, tensors = torch.Generator().manual_seed(seed), Tensors()
-    for name, weight in load_file(model / "model.safetensors").items():
+    weights = load_file(model / "model.safetensors")
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])  # the model's is tied
+    for name, weight in weights.items():
         if name.split(".")[-2] in TARGETS:
             stem = f"base_model.model.{name.removesuffix('.weight')}"
             for half, shape in (("A", (RANK, weight.shape[1])), ("B", (weight.shape[0], RANK))):
@@ -75,6 +77,7 @@ def updater(
         monkeypatch.setattr(from_adapters, "iter_hf_buckets", lambda *_, **__: iter([weights]))
         values = {
             "lora_rank": RANK,
+            "lora_target_modules": [*TARGETS],
             "output_dir": str(tmp_path),
             "offload_rollout": False,
             "sglang_max_lora_rank": None,
@@ -320,10 +323,18 @@ def test_each_request_of_a_batch_gets_what_it_names(
     expected = [engine.prompt_log_probs(PROMPT, adapter=name) for name in (None, BASE, "slime-v1")]
     assert gap(expected[0], expected[1]) > 100 * TOLERANCE
     batch: dict[str, Any] = {"input_ids": [PROMPT] * 3, "lora_path": [None, BASE, "slime-v1"], "logprob_start_len": 0}
-    batch |= {"return_logprob": True, "sampling_params": {"max_new_tokens": 1}}
+    batch |= {"return_logprob": True, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
     answers = http_utils.post_sync(f"{engine.url}/generate", batch, timeout_s=120)
     for answer, alone in zip(answers, expected, strict=True):
         assert gap([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]], alone) <= TOLERANCE
+    prompts = [[number] * (20 + number) for number in range(10, 16)]  # none is cached, so each has many rows
+    names = [None, BASE] * 3
+    batch |= {"input_ids": prompts, "lora_path": names, "logprob_start_len": -1}
+    answers = http_utils.post_sync(f"{engine.url}/generate", batch, timeout_s=120)
+    for prompt, name, answer in zip(prompts, names, answers, strict=True):
+        [(in_batch, token, _)] = answer["meta_info"]["output_token_logprobs"]
+        [(alone_, chosen, _)] = generate(engine, prompt, 1, name)["output_token_logprobs"]
+        assert chosen == token and in_batch == pytest.approx(alone_, abs=TOLERANCE), "its last row, by its adapter"
     send(ours, drawn(tiny_models[0], 71))
     wait_until_loaded(engine, {"slime-v2"})
 

@@ -11,11 +11,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
 from slime.checkpoints.paths import iteration_dir
+from slime.config.megatron.lora_plan import LoraPlan
 from slime.config.parse import CommandLine
+from slime.utils.misc import needed
 from tests.integration.trainer_world import resumed_from, trainer_args
 from tests.unit.megatron_fakes import make_hf_model, run_world
 from tests.unit.test_fsdp import MEGATRON, NUM_STEPS, run
 
+WITH_HEAD = {"lora_target_modules": ["all-linear", "lm_head"]}
 LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 12.0, "lora_serve": "merged"}
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -37,6 +40,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (1, RECOMPUTE),
         (2, {"lora_target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"], "lora_init": "gaussian"}),
+        (2, {"lora_target_modules": ["o_proj", "lm_head"], "recompute_loss_function": True}),
     ],
 )
 def test_five_steps_of_adapters_equal_those_of_megatron(
@@ -62,7 +66,7 @@ def test_five_steps_of_adapters_equal_those_of_megatron(
 
 @pytest.mark.processes
 def test_gradients_are_those_of_peft(hf: Path) -> None:
-    run_world(2, _gradients, trainer_args(hf, MEGATRON, dp_size=2, train_backend="fsdp", **LORA))
+    run_world(2, _gradients, trainer_args(hf, MEGATRON, dp_size=2, train_backend="fsdp", **LORA | WITH_HEAD))
 
 
 def _gradients(args: Any) -> None:
@@ -76,7 +80,8 @@ def _gradients(args: Any) -> None:
 
     policy, samples = build_policy(args, make_mesh(args)), [torch.arange(9), torch.arange(30, 35)]
     load_hf(policy, args.load)
-    config = LoraConfig(r=4, lora_alpha=12, target_modules="all-linear")
+    targets = needed(LoraPlan.of(args)).target_modules
+    config = LoraConfig(r=4, lora_alpha=12, target_modules=targets)
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(args.load), config)
     expected = dict(theirs.named_parameters())
     torch.manual_seed(1)
@@ -85,11 +90,11 @@ def _gradients(args: Any) -> None:
         adapter.take(0, *halves, source="the test")
         for half, value in zip(HALVES, halves, strict=True):
             expected[f"base_model.model.{name}.{half}.default.weight"].data.copy_(value)
-    policy(pack(samples), lambda output: output.hidden.square().sum()).backward()
-    alone = [theirs.base_model.model.model(sample[None]).last_hidden_state.square().sum() for sample in samples]
+    policy(pack(samples), lambda output: output.of_rows().square().sum()).backward()
+    alone = [theirs(sample[None]).logits.square().sum() for sample in samples]
     torch.stack(alone).sum().backward()
     found = {name: parameter for name, parameter in named_parameters(policy) if parameter.requires_grad}
-    assert len(found) == 2 * 2 * 7
+    assert len(found) == 2 * (2 * 7 + 1)
     for name, parameter in found.items():
         ours, peft = parameter.grad.full_tensor(), expected[f"base_model.model.{name}.default.weight"].grad
         assert (ours - peft).norm() <= 1e-5 * peft.norm(), name
@@ -122,12 +127,14 @@ def _asked(args: Any) -> None:
 
 
 @pytest.mark.processes
-def test_what_is_saved_is_what_peft_loads_and_what_a_run_resumes_from(hf: Path, tmp_path: Path) -> None:
+def test_what_is_saved_is_what_peft_loads_and_what_a_run_resumes_from(tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    root = tmp_path / "save"
-    run(hf, world=2, out=tmp_path / "whole.pt", save=str(root), save_hf=str(tmp_path / "hf"), **LORA)
+    root, hf, flags = tmp_path / "save", tmp_path / "base", LORA | WITH_HEAD
+    make_hf_model(hf)
+    (hf / "tokenizer_config.json").write_text("{}")
+    run(hf, world=2, out=tmp_path / "whole.pt", save=str(root), save_hf=str(tmp_path / "hf"), **flags)
     records, _, after = torch.load(tmp_path / "whole.pt")
     directory = iteration_dir(str(root), 1)
     base, exported = (AutoModelForCausalLM.from_pretrained(path) for path in (hf, tmp_path / "hf"))
@@ -135,16 +142,16 @@ def test_what_is_saved_is_what_peft_loads_and_what_a_run_resumes_from(hf: Path, 
     for name, weight in exported.state_dict().items():
         assert torch.allclose(merged[name], weight, atol=1e-6), name
     names = FileSystemReader(str(directory)).read_metadata().state_dict_metadata
-    assert len(names) == 3 * 2 * 2 * 7 and all(".lora_" in name for name in names), "the base is not saved again"
+    assert len(names) == 3 * 2 * (2 * 7 + 1) and all(".lora_" in name for name in names), "the base is not saved again"
 
-    rest = {"first": 2, "num_steps": NUM_STEPS - 2, **resumed_from(str(root)), **LORA}
+    rest = {"first": 2, "num_steps": NUM_STEPS - 2, **resumed_from(str(root)), **flags}
     run(hf, world=2, out=tmp_path / "rest.pt", **rest)
     records2, before2, after2 = torch.load(tmp_path / "rest.pt")
     assert all(exported.state_dict()[name].equal(before2[name]) for name in before2)
     assert records[-len(records2) :] == records2
     assert all(torch.equal(after[name], after2[name]) for name in after)
 
-    adapter = {"lora_adapter_path": str(directory / "adapter"), "num_steps": 1, **LORA}
+    adapter = {"lora_adapter_path": str(directory / "adapter"), "num_steps": 1, **flags}
     run(hf, world=1, out=tmp_path / "start.pt", **adapter)
     assert all(torch.allclose(torch.load(tmp_path / "start.pt")[1][name], before2[name]) for name in before2)
 
@@ -165,7 +172,7 @@ def test_adapters_over_another_base_are_refused(hf: Path, tmp_path: Path) -> Non
 
 @pytest.mark.processes
 def test_a_critic_has_a_head_beside_its_adapters(hf: Path) -> None:
-    args = trainer_args(hf, MEGATRON, train_backend="fsdp", advantage_estimator="ppo", **LORA)
+    args = trainer_args(hf, MEGATRON, train_backend="fsdp", advantage_estimator="ppo", **LORA | WITH_HEAD)
     vars(args).update(loss_type="value_loss", untie_embeddings_and_output_weights=True)
     run_world(1, _critic, args)
 

@@ -62,13 +62,46 @@ def test_without_more_flags_every_projection_has_an_adapter_of_scale_two(check: 
     assert some.linears == ["self_attention.linear_qkv", "mlp.linear_fc2"]
 
 
+def test_the_output_layer_has_an_adapter_where_it_is_named(check: Check) -> None:
+    """As with PEFT, all-linear does not stand for it."""
+    for flags in ("all-linear lm_head", " ".join([*ALL, "lm_head"])):
+        plan = plan_of(check, f"--lora-rank 8 --lora-target-modules {flags}")
+        assert (plan.target_modules, plan.has_output_layer) == ([*ALL, "lm_head"], True)
+    alone = plan_of(check, "--lora-rank 8 --lora-target-modules lm_head")
+    assert (alone.linears, alone.target_modules) == (["output_layer"], ["lm_head"])
+
+
+def test_an_output_layer_that_is_the_embedding_is_not_merged(check: Check, tmp_path: Path) -> None:
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    flags = "--lora-rank 8 --lora-target-modules all-linear lm_head"
+    merging = ("--lora-serve merged", "--save ckpt --save-hf out", "--save ckpt --checkpoint-contents model hf")
+    for is_tied in (False, True):
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": is_tied}))
+        assert not check(flags).problems.all()
+        for more in merging:
+            told = check(f"{flags} {more}").problems.all()
+            assert any("the model's output layer is its embedding" in text for text in told) == is_tied, (more, told)
+
+
+def test_a_critic_has_adapters_of_its_trunk_alone(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "roles.yaml").write_text(json.dumps({"megatron": [{"role": "critic", "overrides": {"lr": 1e-5}}]}))
+    ppo = "--advantage-estimator ppo --no-offload-train --megatron-config-path roles.yaml --lora-rank 8"
+    found = check(f"{ppo} --lora-target-modules all-linear lm_head")
+    critic = LoraPlan.of(parse_megatron_role_args(found.args, "critic"))
+    assert critic is not None and critic.target_modules == ALL
+    [told] = found.problems.all()  # without --strict-flags it is a warning
+    assert "has no effect for a critic, which has a value head in the output layer's place" in told
+    [told] = check(f"{ppo} --lora-target-modules lm_head").problems.all()
+    assert "lm_head is nothing for a critic, which has a value head in the output layer's place; name" in told
+
+
 REFUSED = {
     "--lora-rank 0": "--lora-rank 0",
     "--lora-rank 8 --lora-alpha 0": "--lora-alpha 0: adapters are multiplied by alpha / rank, so it must be above 0",
     "--lora-rank 8 --lora-alpha -4": "--lora-alpha -4: adapters",
-    "--lora-rank 8 --lora-target-modules lm_head": "--lora-target-modules lm_head: its rows are padded, and read in "
-    "chunks without the layer; adapters are built for "
-    "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.",
+    "--lora-rank 8 --lora-target-modules embed_tokens": "--lora-target-modules embed_tokens: embeddings have none; "
+    "adapters are built for q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head.",
+    "--lora-rank 8 --lora-target-modules lm_head --sglang-enable-fp32-lm-head": "with an adapter in the model's own",
     "--lora-rank 8 --lora-exclude-modules router": "--lora-exclude-modules router: the model has no such",
     "--lora-rank 8 --lora-exclude-modules k_proj": "--lora-exclude-modules k_proj lacks k_proj: q_proj, k_proj",
     "--lora-rank 8 --lora-exclude-modules q_proj k_proj v_proj o_proj gate_proj up_proj down_proj": "leaves no",
@@ -88,7 +121,7 @@ REFUSED = {
     "--lora-rank 8 --sglang-max-loras-per-batch 1": "takes one of these places; give 2 or more",
     "--lora-rank 8 --sglang-lora-target-modules q_proj": "the run gives them, as of --lora-target-modules",
     "--lora-rank 8 --sglang-quantization fp8": "--sglang-quantization fp8 does not go with --lora-serve adapter",
-    "--lora-rank 8 --lora-target-modules foo": "--lora-target-modules foo: the model has no such projection; it has q",
+    "--lora-rank 8 --lora-target-modules foo": "--lora-target-modules foo: the model has no such projection; adapters",
     "--lora-rank 8 --sglang-load-format dummy": "engines keep the base that they start",
     "--lora-rank 8 --sglang-torchao-config int8wo": "--sglang-torchao-config int8wo does not go with --lora-serve",
     "--lora-rank 8 --sglang-dp-size 2 --sglang-enable-dp-attention": "whose ranks have different requests is not",
@@ -288,9 +321,9 @@ def test_dropout_leaves_out_a_share_of_an_adapters_inputs_in_training_alone() ->
     count, share = 4096, 0.25
     plan = LoraPlan(1, 1.0, {}, dropout=share)
     group, config = SimpleNamespace(size=lambda: 1, rank=lambda: 0), SimpleNamespace(sequence_parallel=False)
-    layer = SimpleNamespace(weight=torch.zeros(1, count), is_expert=False, config=config, tp_group=group)
+    layer = SimpleNamespace(is_expert=False, config=config, tp_group=group)
     parts = {"projections": ["q_proj"], "sizes": [1], "groups": 0, "peft_names": ["q_proj"]}
-    adapter = Adapter(layer, name="q", plan=plan, seed=0, **parts)
+    adapter = Adapter(layer, torch.zeros(1, count), name="q", plan=plan, seed=0, **parts)
     adapter.take(0, torch.ones(1, count), torch.ones(1, 1), source="ones")
     x = torch.ones(1, 1, count)
     of_training, of_pass = (adapter.train(mode).add_to(torch.zeros(1, 1, 1), x).item() for mode in (True, False))

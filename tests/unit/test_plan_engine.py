@@ -286,8 +286,10 @@ def test_what_a_run_with_lora_sends_and_saves_is_its_adapters():
 
 def test_adapters_of_some_linear_layers_are_counted_alone():
     args = plan_args(**(QWEN3_4B | CUDA | {"lora_rank": 16}))
-    memory = make_plan(args, Facts(adapted=("mlp.linear_fc1",))).trainer_memory
-    assert memory is not None and memory.stages[0].trained_params == 36 * 16 * (2 * 9728 + 2 * 2560)
+    plan = make_plan(args, Facts(adapted=("mlp.linear_fc1", "output_layer")))
+    adapters = 36 * 16 * (2 * 9728 + 2 * 2560) + 16 * (151936 + 2560)
+    assert plan.trainer_memory is not None and plan.transport is not None
+    assert plan.trainer_memory.stages[0].trained_params == adapters == plan.transport.num_bytes // 2
 
 
 def test_a_rollout_only_run_has_no_trainer():

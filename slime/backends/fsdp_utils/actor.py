@@ -47,9 +47,9 @@ from slime.backends.megatron_utils.loss import (
 )
 from slime.backends.megatron_utils.model.setup import make_scheduler
 from slime.backends.megatron_utils.update_weight import connected_weight_updater
-from slime.checkpoints.paths import classify_checkpoint, resolve_checkpoint_dir
+from slime.checkpoints.paths import classify_checkpoint, resolve_checkpoint_dir, saved_plan
 from slime.config.megatron.arguments import model_shape
-from slime.config.megatron.lora_plan import base_of, saved_plan
+from slime.config.megatron.lora_plan import base_of
 from slime.training.adapters import ADAPTER_DIR, take_adapter
 from slime.training.backend import CheckpointSource, Layout
 from slime.training.micro_batches import MicroBatches
@@ -190,9 +190,11 @@ class FsdpBackend(MegatronBackend):
             "global_batch_size": micro_batches.global_batch_sizes[step_id],
             "dp_size": world,
         }
-        factor = 1.0 / scale["num_microbatches"]
-        if args.calculate_per_token_loss:
-            factor = world / max(self._num_tokens(micro_batches, step_id), 1)
+        factor = (
+            world / max(self._num_tokens(micro_batches, step_id), 1)
+            if args.calculate_per_token_loss
+            else 1.0 / scale["num_microbatches"]
+        )
         reports = []
 
         def loss_of(batch: MicroBatch, output: Any) -> torch.Tensor:
@@ -223,9 +225,8 @@ class FsdpBackend(MegatronBackend):
         if not isinstance(output, DeferredLogits) or (self.args.recompute_loss_function and not is_own):
             return output
         if is_own:
-            return torch.nn.functional.linear(output.hidden, output.weight)[None]
-        rows = output.hidden.index_select(0, batch["response_rows"])
-        return ResponseLogits(torch.nn.functional.linear(rows, output.weight))
+            return output.of_rows()[None]
+        return ResponseLogits(output.of_rows(batch["response_rows"]))
 
     def _num_tokens(self, micro_batches: MicroBatches, step_id: int) -> int:
         """Trained tokens of a train step over all ranks."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from slime.backends.fsdp_utils.optimizer import local, local_rows, sharded_as
 from slime.config.args import Args
 from slime.config.megatron.lora_plan import LoraPlan
-from slime.models.families import family_of_args
+from slime.models.families import OUTPUT_LAYER, family_of_args
 from slime.training.adapters import draw_a
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import UsageError
@@ -34,10 +34,13 @@ class LoraLinear(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out]."""
+        return super().forward(x) + torch.nn.functional.linear(self.low(x), self.lora_B)
+
+    def low(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale A x, [..., rank]."""
         share = self.plan.dropout
         thinned = torch.nn.functional.dropout(x, share, self.training) if share else x
-        low = torch.nn.functional.linear(thinned, self.lora_A) * self.plan.scale  # here it is small
-        return super().forward(x) + torch.nn.functional.linear(low, self.lora_B)
+        return torch.nn.functional.linear(thinned, self.lora_A) * self.plan.scale  # here it is small
 
     @torch.no_grad()
     def start(self) -> None:
@@ -98,9 +101,9 @@ def attach_adapters(args: Args, hf: torch.nn.Module) -> None:
 def _planned(args: Args, plan: LoraPlan) -> Iterator[tuple[str, str]]:
     """(HF's name of a linear layer, what seeds its A: as Megatron's, so that both backends start from one adapter)."""
     family, num_layers = family_of_args(args), args.num_layers or 0
-    for layer in range(num_layers):
-        for linear, projections in plan.projections.items():
-            megatron = f"decoder.layers.{layer}.{linear}"
+    for linear, projections in plan.projections.items():
+        in_layers = [f"decoder.layers.{layer}.{linear}" for layer in range(num_layers)]
+        for megatron in [linear] if linear == OUTPUT_LAYER else in_layers:
             hf_names = family.find(f"{megatron}.weight", num_layers)[1]
             for hf_name, projection in zip(hf_names, projections, strict=True):
                 yield hf_name.removesuffix(".weight"), f"{args.seed}/{megatron}/{projection}"

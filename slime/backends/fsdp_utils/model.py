@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from slime.backends.fsdp_utils.lora import adapters_of, attach_adapters
+from slime.backends.fsdp_utils.lora import LoraLinear, adapters_of, attach_adapters
 from slime.backends.megatron_utils.cp_utils import context_parallel_group
 from slime.backends.megatron_utils.layers.value_head import is_value_model
 from slime.backends.megatron_utils.layers.varlen_attention import (
@@ -198,8 +198,10 @@ class Policy(torch.nn.Module):
         if self.value_head is not None:
             weight, bias = self.value_head.weight.float(), self.value_head.bias.float()
             return read(torch.nn.functional.linear(hidden.float(), weight, bias)[None])
-        weight = self.hf.get_output_embeddings().weight
-        return read(DeferredLogits(hidden.to(weight.dtype), weight))
+        head = self.hf.get_output_embeddings()
+        hidden = hidden.to(head.weight.dtype)
+        adapter = (head.low(hidden), head.lora_B) if isinstance(head, LoraLinear) else None
+        return read(DeferredLogits(hidden, head.weight, adapter))
 
     def train(self, mode: bool = True) -> Policy:
         """Do what torch's method of this name does, without its walk over the whole model while the device waits."""

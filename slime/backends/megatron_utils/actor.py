@@ -36,11 +36,11 @@ from slime.backends.megatron_utils.passes.forward import compute_log_probs, comp
 from slime.backends.megatron_utils.passes.routing_replay import free_routing, recorded_routing, take_engine_routing
 from slime.backends.megatron_utils.update_weight import WeightSyncError, connected_weight_updater, over_files_instead
 from slime.backends.megatron_utils.update_weight.hf_weight_iterator import finish_param_gather
-from slime.checkpoints.paths import classify_checkpoint
+from slime.checkpoints.paths import classify_checkpoint, saved_plan
 from slime.config.args import Args
 from slime.config.lora_policies import LoraPolicy, policies_of
 from slime.config.megatron.arguments import model_shape
-from slime.config.megatron.lora_plan import base_of, saved_plan, served_plan
+from slime.config.megatron.lora_plan import base_of, served_plan
 from slime.training.adapters import ADAPTER_DIR
 from slime.training.backend import Backend, CheckpointSource, Layout
 from slime.training.micro_batches import MicroBatches, to_tensors

@@ -46,12 +46,26 @@ class ResponseLogits:
 
 @dataclass(frozen=True)
 class DeferredLogits:
-    """What logits are made of: rows @ weight.T."""
+    """What logits are made of: rows @ weight.T, and what a LoRA adapter of the output layer adds."""
 
     hidden: torch.Tensor
     """[T, H], the last hidden states, whole on every tensor-parallel rank."""
     weight: torch.Tensor
     """[V/tp, H], this rank's part of the output layer."""
+    adapter: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Scale A h, [T, rank], whole on every tensor-parallel rank, and this rank's part of B, [V/tp, rank]."""
+
+    def of_rows(self, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits [N, V/tp] of some of the T rows; None stands for all."""
+        return self._of(*(part if rows is None else part.index_select(0, rows) for part in self._inputs))
+
+    @property
+    def _inputs(self) -> list[torch.Tensor]:
+        return [self.hidden, *(self.adapter or ())[:1]]
+
+    def _of(self, hidden: torch.Tensor, low: torch.Tensor | None = None) -> torch.Tensor:
+        logits = torch.nn.functional.linear(hidden, self.weight)
+        return logits if self.adapter is None or low is None else logits.addmm_(low, self.adapter[1].t())
 
     def map_rows(
         self,
@@ -69,15 +83,15 @@ class DeferredLogits:
             chunk_size: rows of a chunk; -1 takes DEFAULT_CHUNK_ROWS.
         """
         size = chunk_size if chunk_size > 0 else DEFAULT_CHUNK_ROWS
-        hidden = self.hidden.index_select(0, rows)
+        inputs = [part.index_select(0, rows).split(size) for part in self._inputs]
 
-        def of_chunk(chunk: torch.Tensor, chunk_targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return function(torch.nn.functional.linear(chunk, self.weight), chunk_targets)
+        def of_chunk(chunk_targets: torch.Tensor, *chunk: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return function(self._of(*chunk), chunk_targets)
 
         parts = [
             # There is nothing random in it whose state would have to be restored.
-            checkpoint(of_chunk, chunk, chunk_targets, use_reentrant=False, preserve_rng_state=False)
-            for chunk, chunk_targets in zip(hidden.split(size), targets.split(size), strict=True)
+            checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(targets.split(size), *inputs, strict=True)
         ]
         return [torch.cat(column) for column in zip(*parts, strict=True)]
 

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ def prepare(launch: dict[str, Any]) -> None:
         (stops_drafts, lambda: engine_patches.stop_drafts_when_told(values["speculative_num_steps"])),
         (values.get("enable_lora"), engine_patches.serve_live_adapter),
         (values.get("enable_lora"), engine_patches.take_stacks),
+        (values.get("lora_backend") == "torch_native", _see_rows_of_output_layer),
         (is_cpu and config.get("kv_lora_rank"), cpu_standins.install_latent_attention),
         (is_cpu and config.get("vision_config"), cpu_standins.install_image_processors),
         (is_cpu and family and family.norms_all_heads, cpu_standins.install_all_heads_norm),
@@ -96,6 +98,41 @@ def prepare(launch: dict[str, Any]) -> None:
             install()
     if install_layers := _quantized_layers(config):
         install_layers(launch["accelerator"])
+
+
+def _see_rows_of_output_layer() -> None:
+    """Let adapters of the output layer have the rows that come to it: a prompt's last, or those with log-probs.
+
+    SGLang's adapters in torch, which engines on the CPU use, take them for the first of all rows, and so for those of
+    the first prompt's adapter; its other backends look (0.5.17).
+    """
+    import torch
+    from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend as Backend
+    from sglang.srt.lora.layers import ParallelLMHeadWithLoRA as Head
+    from sglang.srt.lora.utils import get_lm_head_pruned_lens
+
+    prepare, apply = Backend.prepare_lora_batch, Head.apply_lora
+
+    def of_rows(batch: Any, adapters: list[int], lengths: list[int]) -> Any:
+        tensors = {"weight_indices_cpu": torch.tensor(adapters), "seg_lens_cpu": torch.tensor(lengths)}
+        return replace(batch, use_cuda_graph=False, expected_tokens=sum(lengths), **tensors)
+
+    def prepare_all(backend: Any, forward_batch: Any, weight_indices: list[int], **values: Any) -> None:
+        prepare(backend, forward_batch, weight_indices, **values)
+        whole, lengths = backend.batch_info, get_lm_head_pruned_lens(forward_batch)
+        passes = backend._get_lm_head_pass_segments(weight_indices, lengths) if lengths else None
+        backend.lm_head_batch_info = lengths and of_rows(whole, weight_indices, lengths)
+        backend.lm_head_pass_batch_infos = passes and [of_rows(whole, *segments) for segments in passes]
+
+    def apply_to_rows(head: Any, output: Any, hidden: Any) -> Any:
+        backend, whole = head.lora_backend, head.lora_backend.batch_info
+        backend.batch_info = head._get_lm_head_batch_info(len(hidden)) or whole
+        try:
+            return apply(head, output, hidden)
+        finally:
+            backend.batch_info = whole
+
+    Backend.prepare_lora_batch, Head.apply_lora = prepare_all, apply_to_rows
 
 
 def _drafts_apart(server_args: dict[str, Any]) -> bool:

@@ -396,7 +396,8 @@ class ModelPartFlags:
     )
     lora_target_modules: list[str] | None = flag(
         None,
-        "HF's names of the projections that get adapters (default all-linear: all of a decoder layer)",
+        "HF's names of the projections that get adapters (default all-linear: all of a decoder layer; lm_head is "
+        "named beside it)",
         nargs="+",
         needs="lora_rank",
     )

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.checkpoints.paths import MODEL_SHAPE_FILE, classify_checkpoint, resolve_checkpoint_dir
+from slime.checkpoints.paths import adapters_in, classify_checkpoint, resolve_checkpoint_dir
 from slime.config.args import Args
 from slime.config.megatron.derived import query_groups
 from slime.config.megatron.flag_classes import option_of
-from slime.config.problems import Check, Rule, broken, for_each, plain_option
-from slime.models.families import projections_of
+from slime.config.problems import Check, NoEffect, Rule, broken, for_each, plain_option
+from slime.models.families import OUTPUT_LAYER, projections_of
 from slime.utils.errors import UsageError
 from slime.utils.misc import needed
 from slime.weights.adapters import FUSED_IN_ENGINES, adapter_differences
@@ -31,8 +31,6 @@ ADAPTER = "adapter"
 """A value of --lora-serve."""
 EXPERTS = "experts"
 """Of --lora-exclude-modules: the routed experts, whatever their projections are called."""
-_VOCABULARY = ("embed_tokens", "lm_head")
-"""Matrices that every model has, and that get no adapters."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,10 @@ class LoraPlan:
         projections = {
             linear: names
             for linear, names in projections_of(args).items()
-            if any(name in given or ALL_LINEAR in given for name in names)
+            if _is_asked_for(linear, names, given)
             and not any(name in excluded for name in names)
             and not (EXPERTS in excluded and "{e}" in linear)
+            and not (linear == OUTPUT_LAYER and _is_critic(args))
         }
         alpha = 2.0 * args.lora_rank if args.lora_alpha is None else args.lora_alpha
         return cls(args.lora_rank, alpha, projections, args.lora_use_rslora, args.lora_dropout, args.lora_init)
@@ -79,7 +78,7 @@ class LoraPlan:
 
     @property
     def linears(self) -> list[str]:
-        """Megatron's linear layers of a decoder layer that get adapters."""
+        """Megatron's linear layers that get adapters, by their names in a decoder layer."""
         return list(self.projections)
 
     @property
@@ -92,6 +91,11 @@ class LoraPlan:
         """Whether routed experts have adapters."""
         return any("{e}" in linear for linear in self.projections)
 
+    @property
+    def has_output_layer(self) -> bool:
+        """Whether the output layer has an adapter."""
+        return OUTPUT_LAYER in self.projections
+
     def as_json(self) -> dict[str, Any]:
         """What a checkpoint of these adapters says of them."""
         return {
@@ -103,6 +107,15 @@ class LoraPlan:
         }
 
 
+def _is_asked_for(linear: str, names: Iterable[str], given: Collection[str]) -> bool:
+    """Whether --lora-target-modules names a linear layer, which holds the projections `names`."""
+    return any(name in given for name in names) or (ALL_LINEAR in given and linear != OUTPUT_LAYER)
+
+
+def _is_critic(args: Args) -> bool:
+    return vars(args).get("loss_type") == "value_loss"
+
+
 def served_plan(args: Args) -> LoraPlan | None:
     """The adapters that engines serve beside the model; None where they get a model with adapters merged in."""
     return LoraPlan.of(args) if vars(args).get("lora_serve") == ADAPTER else None
@@ -111,36 +124,6 @@ def served_plan(args: Args) -> LoraPlan | None:
 def base_of(args: Args) -> str:
     """The checkpoint under the adapters: --ref-load, or without it --hf-checkpoint."""
     return str(args.ref_load or args.hf_checkpoint)
-
-
-def saved_plan(path: str | Path, step: int | None) -> dict[str, Any] | None:
-    """`LoraPlan.as_json` of the adapters in a checkpoint; None where it holds a whole model.
-
-    Args:
-        path: a Megatron checkpoint root, or an HF directory.
-        step: iteration of a root; None takes the one that its tracker names.
-
-    Raises:
-        UsageError: there is no such iteration.
-    """
-    if classify_checkpoint(path) != "megatron":
-        return None
-    return plan_in(resolve_checkpoint_dir(path, step)[0])
-
-
-def adapters_in(path: str | None, step: int | None) -> dict[str, Any] | None:
-    """`saved_plan`, and None where that cannot be said: what is wrong then is said elsewhere."""
-    try:
-        return None if path is None else saved_plan(path, step)
-    except (UsageError, OSError, ValueError):
-        return None
-
-
-def plan_in(directory: Path) -> dict[str, Any] | None:
-    """The same of the directory of one iteration."""
-    shape_file = directory / MODEL_SHAPE_FILE
-    saved: dict[str, Any] = json.loads(shape_file.read_text()) if shape_file.is_file() else {}
-    return saved.get("lora")
 
 
 # ---- what cannot work
@@ -171,10 +154,10 @@ def _check_targets(args: Args) -> Iterator[str]:
     for flag, values in zip(more, (given, excluded), strict=True):
         for value in values:
             if value not in (*names, *more[flag]):
-                padded = "its rows are padded, and read in chunks without the layer; adapters are built for"
-                why = padded if value in _VOCABULARY else "the model has no such projection; it has"
-                yield f"{flag} {value}: {why} {', '.join(names) or 'none'}."
-    taken = [name for name in names if (name in given or ALL_LINEAR in given) and name not in excluded]
+                why = "embeddings have none" if value == "embed_tokens" else "the model has no such projection"
+                yield f"{flag} {value}: {why}; adapters are built for {', '.join(names) or 'nothing of it'}."
+    asked = [name for linear, parts in known.items() for name in parts if _is_asked_for(linear, [name], given)]
+    taken = [name for name in asked if name not in excluded]
     fused = FUSED_IN_ENGINES.values() if args.lora_serve == ADAPTER else ()
     for parts in dict.fromkeys([*known.values(), *fused]):
         there = [name for name in parts if name in names]
@@ -189,6 +172,9 @@ def _check_targets(args: Args) -> Iterator[str]:
             )
     if names and not taken and excluded:
         yield f"--lora-exclude-modules {' '.join(excluded)} leaves no projection to train; name fewer."
+    if "lm_head" in taken and _is_critic(args):
+        flag, why = "--lora-target-modules lm_head", "a critic, which has a value head in the output layer's place"
+        yield NoEffect(flag, f"for {why}") if taken[1:] else f"{flag} is nothing for {why}; name other projections."
 
 
 def _check_family(args: Args) -> Iterator[str]:
@@ -312,6 +298,17 @@ LORA: tuple[Check, ...] = (
         "are lost where the weights that hold them are rounded; use --lora-serve adapter, or the bf16 model.",
     ),
     Rule(
+        lambda a: (
+            (plan := LoraPlan.of(a))
+            and plan.has_output_layer
+            and not a.untie_embeddings_and_output_weights
+            and (a.lora_serve == "merged" or a.save_hf or "hf" in (a.checkpoint_contents or ()))
+        ),
+        "--lora-target-modules lm_head: the model's output layer is its embedding, and merged it would not be any "
+        "more; use --lora-serve adapter, leave out --save-hf and hf of --checkpoint-contents, and merge with "
+        "tools/convert_lora.py, which writes them apart.",
+    ),
+    Rule(
         lambda a: a.tensor_model_parallel_size > 1 and query_groups(a) % a.tensor_model_parallel_size,
         lambda a: (
             f"--tensor-model-parallel-size {a.tensor_model_parallel_size} with --lora-rank {a.lora_rank}: the "
@@ -412,6 +409,11 @@ SERVED: tuple[Check, ...] = (
             f"--sglang-max-loras-per-batch {_given(a, 'max_loras_per_batch')} does not go with --lora-serve adapter: "
             "the model without adapters takes one of these places; give 2 or more."
         ),
+    ),
+    Rule(
+        lambda a: (plan := LoraPlan.of(a)) and plan.has_output_layer and _given(a, "enable_fp32_lm_head"),
+        "--sglang-enable-fp32-lm-head does not go with --lora-target-modules lm_head: SGLang computes an output layer "
+        "with an adapter in the model's own type; leave one of the two out.",
     ),
     Rule(
         lambda a: a.elastic_rollout and not a.update_weight_disk_dir,

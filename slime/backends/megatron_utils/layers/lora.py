@@ -19,7 +19,7 @@ from slime.backends.megatron_utils.model.model_weights import is_tied_copy, iter
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.config.args import Args
 from slime.config.megatron.lora_plan import LoraPlan, served_plan
-from slime.models.families import family_of_args
+from slime.models.families import OUTPUT_LAYER, family_of_args
 from slime.training.adapters import (
     AdapterSource,
     compare_base,
@@ -57,7 +57,13 @@ def attach_adapters(args: Args, models: Sequence[torch.nn.Module]) -> None:
             head.requires_grad_(True)  # a critic's is trained as a whole, and saved with the adapters
         for name, module in _linears(bare, plan):
             of_hf = family.find(f"{name}.weight", args.num_layers)[1]
-            _attach(module, plan, name, args.seed, [PEFT_PREFIX + n.removesuffix(".weight") for n in of_hf])
+            peft_names = [PEFT_PREFIX + n.removesuffix(".weight") for n in of_hf]
+            more: dict[str, Any] = {"peft_names": peft_names, "seed": args.seed}
+            if name == OUTPUT_LAYER:
+                more["num_rows"] = args.vocab_size
+            # An output layer that is tied to an embedding on this rank has no weight of its own.
+            weight = bare.shared_embedding_or_output_weight() if module.weight is None else module.weight
+            _attach(module, weight, plan, name, **more)
 
 
 def _linears(model: torch.nn.Module, plan: LoraPlan) -> Iterator[tuple[str, Any]]:
@@ -72,26 +78,20 @@ def _linears(model: torch.nn.Module, plan: LoraPlan) -> Iterator[tuple[str, Any]
             if re.sub(r"(?<=local_experts\.)\d+", "{e}", name) in plan.projections:
                 numbered = re.sub(r"(?<=local_experts\.)\d+", lambda m: str(int(m[0]) + first_expert), name)
                 yield f"decoder.layers.{layer.layer_number - 1}.{numbered}", module  # Megatron counts from 1
+    if plan.has_output_layer and bare.post_process:
+        yield OUTPUT_LAYER, bare.output_layer
 
 
-def _attach(module: Any, plan: LoraPlan, name: str, seed: int, peft_names: Sequence[str]) -> None:
+def _attach(module: Any, weight: torch.Tensor, plan: LoraPlan, name: str, **more: Any) -> None:
     linear = re.sub(r"(?<=local_experts\.)\d+", "{e}", name.split(".", 3)[-1])
     projections, config = plan.projections[linear], module.config
-    sizes, groups = [module.weight.shape[0] // len(projections)] * len(projections), 0
+    sizes, groups = [weight.shape[0] // len(projections)] * len(projections), 0
     if len(projections) == 3:
         groups = config.num_query_groups // module.tp_group.size()
         keys = config.kv_channels * groups
-        sizes = [module.weight.shape[0] - 2 * keys, keys, keys]
-    module.lora = Adapter(
-        module,
-        name=name,
-        plan=plan,
-        projections=projections,
-        sizes=sizes,
-        groups=groups,
-        seed=seed,
-        peft_names=peft_names,
-    )
+        sizes = [weight.shape[0] - 2 * keys, keys, keys]
+    parts: dict[str, Any] = {"projections": projections, "sizes": sizes, "groups": groups}
+    module.lora = Adapter(module, weight, name=name, plan=plan, **parts, **more)
     module.__class__ = ColumnLinear if isinstance(module, ColumnParallelLinear) else RowLinear
 
 

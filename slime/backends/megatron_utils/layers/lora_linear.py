@@ -47,17 +47,20 @@ class Adapter(torch.nn.Module):
     the rank of a policy are 0, and so are their gradients: they stay so.
 
     Args:
-        base: the layer. name: of it, in the whole model; seeds A, so that every layout starts from the same values.
+        base: the layer. weight: this rank's share of what it multiplies with, [out, in].
+        name: of the layer, in the whole model; seeds A, so that every layout starts from the same values.
         plan: rank and scale.
         projections: HF's names of the parts of the layer's output. sizes: this rank's rows of each.
         groups: query groups on this rank, over which the parts are interleaved; 0 = one part after the other.
         seed: of the run.
         peft_names: of each projection, in the whole model.
+        num_rows: of B in the whole model, of an output layer: what is behind them is padding, and stays 0.
     """
 
     def __init__(
         self,
         base: Any,
+        weight: torch.Tensor,
         *,
         name: str,
         plan: LoraPlan,
@@ -66,16 +69,16 @@ class Adapter(torch.nn.Module):
         groups: int,
         seed: int,
         peft_names: Sequence[str],
+        num_rows: int | None = None,
     ) -> None:
         super().__init__()
         self.peft_names = tuple(peft_names)
         self.projections, self.rank, self.scale, self.groups = tuple(projections), plan.rank, plan.scale, groups
         self.dropout, self.draws_gaussian = plan.dropout, plan.init == "gaussian"
-        self._name, self._live_rank = name, plan.rank
+        self._name, self._live_rank, self._num_rows = name, plan.rank, num_rows
         self.is_row, self.is_expert = isinstance(base, RowParallelLinear), bool(base.is_expert)
         self.sequence_parallel: bool = base.config.sequence_parallel and not self.is_expert
         self.group: dist.ProcessGroup = base.tp_group
-        weight = base.weight
         self.lora_A = torch.nn.Parameter(self._all_drawn(weight.shape[1], str(seed)).to(weight))
         self.lora_B = torch.nn.ParameterList(torch.nn.Parameter(weight.new_zeros(rows, plan.rank)) for rows in sizes)
         self._say_how_they_are_cut()
@@ -123,16 +126,22 @@ class Adapter(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s (/ TP), b, in (/ TP)], as the layer gets it -> [s (/ TP), b, out (/ TP)], as it returns."""
-        low = (self._low(x) * self.scale).split(self.rank, -1)  # here it is small
+        low = self.low(x).split(self.rank, -1)
         return self._joined([part @ b.t() for part, b in zip(low, self.whole_b(), strict=True)], x.dim() - 1)
 
     def add_to(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Add the adapter's part of x to the layer's output, in its memory where nothing has to go between ranks."""
         wait_for_weights(self, self.lora_B)
         if self.group.size() > 1 or self.is_expert or (self.dropout and self.training):
+            if self._num_rows is not None:  # logits are the largest tensor of a step: there is none beside them
+                return output.add_(self(x))
             return output + self(x)
         added: torch.Tensor = _Added.apply(output, x, self.lora_A, self.scale, self.groups, *self.lora_B)
         return added
+
+    def low(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale A x, of all projections: [s, b, rank] of all tokens, whatever the layer gets of them."""
+        return self._low(x) * self.scale  # here it is small
 
     def _low(self, x: torch.Tensor) -> torch.Tensor:
         """A x, of all projections."""
@@ -190,7 +199,7 @@ class Adapter(torch.nn.Module):
         """Yield (projection, A [rank, in], B [out, rank]) of the whole model (collective over tensor parallelism)."""
         a = self._gathered(self.lora_A) if self.is_row else self.lora_A.detach()
         for projection, part, b in zip(self.projections, a.split(self.rank), self.lora_B, strict=True):
-            whole = b.detach() if self.is_row else self._gathered(b)
+            whole = (b.detach() if self.is_row else self._gathered(b))[: self._num_rows]
             if self._live_rank < self.rank:
                 part, whole = part[: self._live_rank], whole[:, : self._live_rank]
             yield projection, part, whole
@@ -203,6 +212,8 @@ class Adapter(torch.nn.Module):
             UsageError: they have other shapes.
         """
         rank, size = self.group.rank(), self.group.size()
+        if self._num_rows is not None:
+            b = torch.nn.functional.pad(b, (0, 0, 0, size * len(self.lora_B[number]) - self._num_rows))
         shares = [a.chunk(size, 1)[rank], b] if self.is_row else [a, b.chunk(size, 0)[rank]]
         places = [self.lora_A.split(self.rank)[number], self.lora_B[number]]
         for share, place in zip(shares, places, strict=True):
@@ -228,6 +239,8 @@ class Adapter(torch.nn.Module):
         axes = dict.fromkeys(cut, self._cut_dim)
         groups: dict[str, Any] = {"tp_group": self.group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(tensors, prefix, axes, sharded_offsets, **groups)
+        for name in cut if self._num_rows is not None else ():
+            found[f"{prefix}{name}"].allow_shape_mismatch = True  # another layout has other padding
         return found
 
 

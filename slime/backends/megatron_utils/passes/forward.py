@@ -35,6 +35,7 @@ from slime.backends.megatron_utils.loss import (
     loss_function,
 )
 from slime.backends.megatron_utils.megatron_patch.known_shapes import known_shapes
+from slime.backends.megatron_utils.model.model_weights import ADAPTER
 from slime.backends.megatron_utils.model.setup import TrainState
 from slime.backends.megatron_utils.model_provider import unwrap
 from slime.backends.megatron_utils.passes.routing_replay import tell_routers
@@ -213,14 +214,17 @@ def run_model_with_predictions(
 
 def deferred_logits(gpt: Any, hidden: torch.Tensor, *, is_trained: bool = True) -> DeferredLogits:
     """What the output layer makes of hidden states [T, 1, H]; its weight gets a gradient if `is_trained`."""
-    wait_for_weights(gpt.output_layer)
+    wait_for_weights(*gpt.output_layer.modules())
     tied = gpt.share_embeddings_and_output_weights
     weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
-    if gpt.config.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-    else:
-        hidden = copy_to_tensor_model_parallel_region(hidden)
-    return DeferredLogits(hidden[:, 0].to(weight.dtype), weight if is_trained else weight.detach())
+    lora = getattr(gpt.output_layer, ADAPTER, None)
+    adapter = None if lora is None else (lora.low(hidden)[:, 0], lora.lora_B[0])
+    hidden = (
+        gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        if gpt.config.sequence_parallel
+        else copy_to_tensor_model_parallel_region(hidden)
+    )
+    return DeferredLogits(hidden[:, 0].to(weight.dtype), weight if is_trained else weight.detach(), adapter)
 
 
 # ---- a share without gradients

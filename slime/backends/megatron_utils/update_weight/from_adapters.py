@@ -166,6 +166,8 @@ class AdapterUpdater(WeightUpdater):
             self._base |= {name: tuple(tensor.shape) for name, tensor in bucket}
             packed = ((name, tensor.shape) for name, tensor in bucket if name.endswith(PACKED))
             self._base |= {name.removesuffix("_packed"): (n, 8 * columns) for name, (n, columns) in packed}
+        for name in [name for name in self._base if name.endswith(".embed_tokens.weight")]:
+            self._base.setdefault("lm_head.weight", self._base[name])  # it is tied, and sent once
 
     def _make_ready(self, tensors: dict[str, torch.Tensor], args: Args, policy: str | None, answers: Any) -> None:
         """Check the adapter, and copy it to the host, and to a file where engines read one."""
