@@ -203,6 +203,20 @@ def check_plan(args: Args) -> None:
     assumed = "" if is_certain else f" (planned for {plan.device.name}, which is assumed)"
     for sentence in [*found.refused, *found.doubtful]:
         logger.warning("%s%s", sentence, assumed)
+    say_graphs(args)
+
+
+def say_graphs(args: Args) -> None:
+    """Log for how many requests engines capture decode graphs, where slime chooses."""
+    from slime.backends.sglang_utils.server_args import graph_defaults
+
+    for model in args.engine_models:
+        for group in model.groups:
+            for sizes in graph_defaults(args, group.settings, group.worker_type).values():
+                listed = " ".join(map(str, sizes))
+                logger.info(
+                    "engines of %s capture decode graphs, --sglang-cuda-graph-bs-decode %s", model.name, listed
+                )
 
 
 def settle_turns(args: Args, explicit: Collection[str]) -> Args:

@@ -123,6 +123,15 @@ def test_a_colocated_trainer_stays_where_the_plan_has_room_and_no_flag_says_othe
     assert any("--offload-train makes it leave" in message for message in caplog.messages) is stays
 
 
+def test_the_sizes_of_captured_graphs_are_said_where_no_flag_names_them(monkeypatch, caplog):
+    monkeypatch.setattr(driver, "cuda_is_available", lambda: False)  # an H100 is assumed
+    for overrides in ({}, {"cuda_graph_bs_decode": [3]}):
+        with caplog.at_level(logging.INFO):
+            check_plan(run_args(**CUDA, sglang_server_concurrency=6, sglang_overrides=overrides))
+    said = [message for message in caplog.messages if "decode graphs" in message]
+    assert said == ["engines of default capture decode graphs, --sglang-cuda-graph-bs-decode 1 2 4 6"]
+
+
 def test_the_prompts_that_are_there_count_where_the_assumed_ones_do_not_fit(has_memory, tmp_path: Path, monkeypatch):
     """Without the file 512 tokens a prompt are assumed; its own are three."""
     facts = {"data": None}
