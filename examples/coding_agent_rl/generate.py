@@ -38,14 +38,14 @@ def _setting(name: str, default: str) -> str:
 _PROBLEMS: list[str] = []  # of variables; they are said when the settings are used, not when they are imported
 
 
-def _number(name: str, default: float) -> Any:
+def _number(name: str, default: float, *, least: float = 0) -> Any:
     """A number of the default's type."""
     text, kind = _setting(name, str(default)), type(default)
     with contextlib.suppress(ValueError):
-        if is_finite_number(value := kind(text)) and value >= 0:
+        if is_finite_number(value := kind(text)) and value >= least:
             return value
     wanted = "a whole number" if kind is int else "a number"
-    _PROBLEMS.append(f"{name}={text!r} in the environment: {wanted} from 0 is needed, such as {default}.")
+    _PROBLEMS.append(f"{name}={text!r} in the environment: {wanted} from {least:g} is needed, such as {default}.")
     return default
 
 
@@ -59,7 +59,7 @@ class SweConfig:
     adapter_bind_host: str = _setting("ADAPTER_BIND_HOST", "0.0.0.0")  # nosec B104: sandboxes are elsewhere
     adapter_port: int = _number("ADAPTER_PORT", 18001)
     fork_merge_threshold: int | None = _number("SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS", 0) or None
-    agent_time_budget_sec: float = _number("SWE_AGENT_TIME_BUDGET_SEC", 1800.0)
+    agent_time_budget_sec: float = _number("SWE_AGENT_TIME_BUDGET_SEC", 1800.0, least=1)
     eval_timeout_sec: float = _number("SWE_EVAL_TIMEOUT_SEC", 600.0)
     rollout_guard_sec: float = _number("SWE_ROLLOUT_GUARD_SEC", 0.0)
     boot_concurrency: int = _number("SWE_BOOT_CONCURRENCY", 16) or 1

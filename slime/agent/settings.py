@@ -54,6 +54,10 @@ class AgentGrader(Protocol):
     def __call__(self, args: Args, sample: Sample, diff: str) -> Awaitable[Any] | Any: ...
 
 
+Text = Annotated[str, Field(min_length=1)]
+"""An empty one is a slip, such as a variable without a value in a template."""
+
+
 class SandboxSettings(BaseModel):
     """`sandbox`: where the agent runs.
 
@@ -65,9 +69,9 @@ class SandboxSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    backend: str = "local"
+    backend: Text = "local"
     options: dict[str, Any] = {}
-    gateway_url: str | None = None
+    gateway_url: Text | None = None
 
     @property
     def opens_port(self) -> bool:
@@ -87,9 +91,9 @@ class GraderSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    kind: str = ""
-    command: str | None = None
-    python: str = "python3"
+    kind: Text = ""
+    command: Text | None = None
+    python: Text = "python3"
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
 
 
@@ -104,7 +108,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    harness: str = ""
+    harness: Text = ""
     sandbox: SandboxSettings = SandboxSettings()
     budgets: Budget = Budget(seconds=AGENT_S)
     grader: Annotated[GraderSettings, BeforeValidator(lambda v: {"kind": v} if isinstance(v, str) else v)] = (

@@ -46,7 +46,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except UnicodeError as error:  # such as a..b
         raise OSError(f"{host!r} is no name of a host") from error
-    is_every = family == socket.AF_INET6 and address[0] == "::"
+    is_every = family == socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
     return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=is_every)
 
 

@@ -111,7 +111,8 @@ class Api:
             if run is None:
                 raise HTTPException(404, "no such run")
             with run.lock if locks else contextlib.nullcontext():
-                return answer(page(request, run))
+                found = page(request, run)
+            return answer(found)
 
         return endpoint
 

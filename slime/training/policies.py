@@ -81,10 +81,12 @@ class Policies:
     def adapters(self) -> Iterator[LoraPolicy]:
         """Let the model hold the weights of each policy in turn, to be read."""
         self._keep()
-        for policy in self._policies:
-            self._show(policy)
-            yield policy
-        self._show(self._policies[0])
+        try:
+            for policy in self._policies:
+                self._show(policy)
+                yield policy
+        finally:  # also after a failure between two: what is kept next must be the first's own
+            self._show(self._policies[0])
 
     def _show(self, policy: LoraPolicy) -> None:
         self._weights.restore(policy.name)

@@ -240,6 +240,7 @@ async def silent(base_url: str, api_key: str, sample: Sample) -> float:
         ({"harness": "scripted", "budgets": {"turn": 1}}, "agent.budgets.turn: unknown key; did you mean turns"),
         ({"harness": "scripted", "budgets": {"turns": 0}}, "agent.budgets.turns: 0 must be >= 1"),
         ({"harness": "scripted", "budgets": {"seconds": -1}}, "agent.budgets.seconds: -1 must be > 0"),
+        ({"harness": "scripted", "grader": {"kind": "tests", "python": ""}}, "agent.grader.python: '' "),
         (
             {"harness": "scripted", "sandbox": {"backend": "podman"}},
             "no sandbox backend podman; there is local, docker",

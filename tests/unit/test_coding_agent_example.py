@@ -204,7 +204,7 @@ except UsageError as error:
     environment = {**os.environ, "SWE_AGENT_TIME_BUDGET_SEC": "half an hour", "ADAPTER_PUBLIC_HOST": "here"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     sentence = (
-        "SWE_AGENT_TIME_BUDGET_SEC='half an hour' in the environment: a number from 0 is needed, such as 1800.0."
+        "SWE_AGENT_TIME_BUDGET_SEC='half an hour' in the environment: a number from 1 is needed, such as 1800.0."
     )
     assert done.stdout == f"{sentence}\nraised {sentence}\n"
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from slime.agent.sandbox import Sandbox, SandboxError, ensure_agent_user, exec_and_wait
-from slime.agent.sandbox.results import retried
 from slime.utils.errors import UsageError
 from slime.utils.misc import SingletonMeta
 
@@ -34,6 +33,7 @@ _WITH_LINKS = f'export PATH="{_LINKS}:$PATH"'
 _ARGUMENT_BYTES = 128 << 10
 _INSTALL_S = 300.0
 _TRIES = 3
+_BACK_OFF_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -300,12 +300,18 @@ async def install_npm_cli(sb: Sandbox, *, node_runtime: Path, npm_package: Path,
     package = "/tmp/harness-cli.tgz"  # nosec B108: of the sandbox
     await sb.write_file(package, npm_package)
     install = f"npm install -g --prefix=/usr/local --no-audit --no-fund {package} && {check_cmd}"
-    try:
-        await retried(lambda: sb.exec(install, timeout=_INSTALL_S, check=True), (SandboxError,), tries=_TRIES)
-    except SandboxError as error:
-        raise RuntimeError(
-            f"{npm_package.name} was not installed in the sandbox in {_TRIES} tries: {error}"
-        ) from error
+    said = ""
+    for attempt in range(1, _TRIES + 1):
+        try:
+            code, stdout, stderr = await sb.exec(install, timeout=_INSTALL_S)
+        except SandboxError as error:
+            code, stdout, stderr = -1, "", str(error)
+        if code == 0:
+            return
+        said = (stderr or stdout)[-1000:]
+        if attempt < _TRIES:
+            await asyncio.sleep(_BACK_OFF_S * attempt)
+    raise RuntimeError(f"{npm_package.name} was not installed in the sandbox in {_TRIES} tries: {said}")
 
 
 async def install_node22(sb: Sandbox, tarball: str | Path) -> None:
