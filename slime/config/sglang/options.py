@@ -68,7 +68,10 @@ _PACKAGES = {"--sglang-": "sglang", "--no-sglang-": "sglang", "--router-": "sgla
 
 def is_installed(package: str) -> bool:
     """Whether a package (sglang or sglang_router) can be imported."""
-    return importlib.util.find_spec(package) is not None
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of an importer that hides it
+        return False
 
 
 def missing_packages() -> list[str]:
