@@ -286,7 +286,7 @@ class MegatronBackend(Backend):
             model=state.model,
             optimizer=state.optimizer,
             scheduler=state.scheduler,
-            contents=[*args.checkpoint_contents, *["schedule"] * args.use_stateless_adam],
+            contents=[*args.checkpoint_contents, *(["schedule"] if args.use_stateless_adam else [])],
             model_shape=model_shape(args),
             write_more=write_all,
             in_background=args.async_save,

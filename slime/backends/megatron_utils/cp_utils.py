@@ -159,11 +159,13 @@ def slice_log_prob_with_cp(
         ValueError: the values are neither.
     """
     rank, size = _place(cp_rank, cp_size)
+    if size == 1 and len(log_prob) == response_length:  # called for each sample of a step
+        return log_prob
     own = response_rows([total_length], [response_length], cp_rank=rank, cp_size=size)[1]
     if len(log_prob) != response_length and (size == 1 or len(log_prob) != len(own)):
         part = "" if size == 1 else f"; this rank's part of it has {len(own)}"
         raise ValueError(f"a response of {response_length} tokens has {len(log_prob)} values{part}")
-    if size == 1 or len(log_prob) == len(own) or (cp_rank is None and keeps_whole.get()):
+    if len(log_prob) == len(own) or (cp_rank is None and keeps_whole.get()):
         return log_prob
     if isinstance(log_prob, torch.Tensor):
         return log_prob[own.to(log_prob.device)]

@@ -46,7 +46,7 @@ class ResponseLogits:
 
 @dataclass(frozen=True)
 class DeferredLogits:
-    """What logits are made of: rows @ weight.T, and what a LoRA adapter of the output layer adds."""
+    """Logits that are not computed yet: rows @ weight.T, plus the part of an output layer's LoRA adapter."""
 
     hidden: torch.Tensor
     """[T, H], the last hidden states, whole on every tensor-parallel rank."""

@@ -229,6 +229,8 @@ class PortBlock:
     _holder: socket.socket = field(repr=False)
 
     def __getitem__(self, index: int) -> int:
+        if index not in range(BLOCK):  # without it a loop over a block would not end
+            raise IndexError(f"a block has {BLOCK} ports, there is no {index}")
         return self.first + index
 
     def release(self) -> None:

@@ -66,7 +66,7 @@ def save_hf(args: Args, model: Any, path: str | Path) -> None:
 
 
 class UntilFirstError:
-    """What the rank that writes does, up to its first error; the others help to gather until the last tensor.
+    """Run the steps of the rank that writes until one fails; the other ranks gather to the last tensor all the same.
 
     Args:
         kinds: of errors that are kept; others pass.

@@ -79,7 +79,7 @@ class UnfinishedCheckpoint:
 
     @property
     def is_written(self) -> bool:
-        """Whether `finish` has nothing to wait for on this rank."""
+        """Whether the files of this rank are written."""
         return self._background is None or self._background.is_written
 
     def finish(self) -> Path:

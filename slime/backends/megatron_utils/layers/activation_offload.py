@@ -207,7 +207,7 @@ class ActivationOffload:
 
 
 def _forward(part: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What the module's class computes when it is called: adapters (layers.lora) give it another class later."""
+    """Call the forward pass of the module's class, looked up now: layers.lora changes that class after wrapping."""
     return type(part).forward(part, *args, **kwargs)
 
 

@@ -124,7 +124,7 @@ class Fp8Forward(NamedTuple):
         return fp8_product(rows, weight, self.is_ue8m0)
 
     def gradients(self, grad: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, WeightGradient]:
-        """As `Rounding.gradients`."""
+        """Compute the gradients, see `Rounding.gradients`."""
         return gradients_of_16_bit(grad, weight)
 
 
@@ -269,7 +269,7 @@ class Fp8Products(NamedTuple):
         return multiply(along_rows, quantized_weight(weight, is_ue8m0=self.is_ue8m0), rows.dtype)[: len(rows)]
 
     def gradients(self, grad: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, WeightGradient]:
-        """As `Rounding.gradients`."""
+        """Compute the gradients, see `Rounding.gradients`."""
         along_rows, along_columns = quantized(grad, rows=True, columns=weight.requires_grad)
         turned = quantized_weight(weight, is_ue8m0=self.is_ue8m0, transposed=True)
         of_input = multiply(along_rows, turned, grad.dtype)[: len(grad)]

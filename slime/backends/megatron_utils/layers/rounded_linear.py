@@ -236,13 +236,13 @@ class Int4Weights(NamedTuple):
         return rows @ self._rounded(weight).t()
 
     def gradients(self, grad: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, WeightGradient]:
-        """As `Rounding.gradients`."""
+        """Compute the gradients, see `Rounding.gradients`."""
         return gradients_of_16_bit(grad, self._rounded(weight))
 
     def grouped_product(
         self, rows: torch.Tensor, weights: Sequence[torch.Tensor], counts: Sequence[int], offsets: torch.Tensor
     ) -> torch.Tensor:
-        """As grouped_experts' `_product`."""
+        """Multiply each expert's rows with its rounded weight, see `grouped_experts.grouped_product`."""
         return grouped_product(rows, [self._rounded(weight).t() for weight in weights], counts, offsets)
 
     def grouped_of_rows(

@@ -171,7 +171,7 @@ class BackgroundSave:
 
     @property
     def is_written(self) -> bool:
-        """Whether `finish` has nothing to wait for on this rank."""
+        """Whether the files of this rank are written."""
         return self._entries.done()
 
     def finish(self, deadline_s: float) -> dict[str, Entry]:

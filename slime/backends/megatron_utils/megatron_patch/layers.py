@@ -1,4 +1,4 @@
-"""What Megatron's layers compute otherwise: with frozen weights, on a single rank, and the positions of a pack."""
+"""Changes to Megatron's layers: for frozen weights, for a single rank, and for rotary positions of packed samples."""
 
 from __future__ import annotations
 
