@@ -6,6 +6,8 @@ import base64
 import io
 import json
 import math
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import MISSING, fields
@@ -117,6 +119,35 @@ def test_a_sample_comes_back_as_it_was(tmp_path: Path) -> None:
     }
     assert {name: found[name] for name in expected} == expected
     assert all(found[name] is None for name in ("rank", *PER_TOKEN))  # no trainer wrote anything
+
+
+READERS = """
+import sys, threading
+from slime.observability.rollout_records import RolloutRecords
+from slime.observability.rollout_records.schema import SAMPLES
+
+def read(file, barrier):
+    barrier.wait()
+    for _ in range(10):
+        assert len(file.rows(0, 4, SAMPLES.names)) == 4 and len(file.table()) == 4
+        assert file.of_trainer(0, 0)["rank"] == 0
+
+for _ in range(12):
+    file, barrier = RolloutRecords(sys.argv[1]).open(0), threading.Barrier(16)
+    threads = [threading.Thread(target=read, args=(file, barrier)) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_may_read_a_file_at_once(tmp_path: Path) -> None:
+    """As those of the pages do; pyarrow's own file ended the process, which is another one here."""
+    write(tmp_path, 0, [a_sample(index) for index in range(4)])
+    write_trainer(tmp_path, 0, 0, [(index, index) for index in range(4)])
+    read = subprocess.run([sys.executable, "-c", READERS, str(tmp_path)], timeout=120, capture_output=True, text=True)
+    assert (read.returncode, read.stderr) == (0, "")
 
 
 def test_a_sample_without_mask_log_probs_and_indices_is_recorded(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import bisect
 import functools
 import itertools
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ class RolloutRecords:
 
 
 class RolloutFile:
-    """The samples of one rollout, or what a trainer's rank computed for its share of them.
+    """The samples of one rollout, or what a trainer's rank computed for its share of them. Threads may share it.
 
     Args:
         path: of the samples.
@@ -79,6 +80,7 @@ class RolloutFile:
         counts = (self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups))
         self._starts = list(itertools.accumulate(counts, initial=0))[:-1]  # the first row of each row group
         self._trainer_paths = trainer_paths
+        self._lock = threading.Lock()  # pyarrow's file ends the process where threads read it at once
 
     @property
     def num_rows(self) -> int:
@@ -92,7 +94,8 @@ class RolloutFile:
 
     def table(self, columns: Sequence[str] = LIST_COLUMNS) -> pa.Table:
         """Return columns of all samples."""
-        return self._file.read(columns=list(columns))
+        with self._lock:
+            return self._file.read(columns=list(columns))
 
     def rows(self, start: int, stop: int, columns: Sequence[str] = LIST_COLUMNS) -> pa.Table:
         """Return columns of the samples in rows `start` to `stop` (not included); reads only their row groups."""
@@ -100,7 +103,8 @@ class RolloutFile:
         if start >= stop:
             return self._file.schema_arrow.empty_table().select(list(columns))
         first, last = self._group_of(start), self._group_of(stop - 1)
-        table = self._file.read_row_groups(range(first, last + 1), columns=list(columns))
+        with self._lock:
+            table = self._file.read_row_groups(range(first, last + 1), columns=list(columns))
         return table.slice(start - self._starts[first], stop - start)
 
     def sample(self, row: int) -> dict[str, Any]:
