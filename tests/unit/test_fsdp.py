@@ -13,8 +13,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from slime.backends.fsdp_utils import weights
 from slime.checkpoints.rollout_files import load_dump
 from slime.config.parse import CommandLine
 from slime.plan.trainer_memory import moment_bytes
@@ -458,3 +460,18 @@ def test_a_checkpoint_of_the_other_backend_is_refused(
     problems = command_line.check(line.split()).problems.all()
     (problem,) = [problem for problem in problems if "was written by --train-backend fsdp" in problem]
     assert "turn it into an HF directory with tools/convert_fsdp_to_hf.py" in problem
+
+
+def _gather_often(args: Any) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = [torch.arange(rows * 32.0).view(rows, 32) for rows in (1, 7, 32, 33, 48, 100)]
+    shards = [(str(len(one)), distribute_tensor(one, mesh, [Shard(0)])) for one in whole]
+    for _ in range(1500):
+        copies = [tensor.clone() for _, tensor in weights.gathered(shards)]
+    assert all(map(torch.equal, copies, whole))
+
+
+@pytest.mark.processes
+def test_weights_are_gathered_over_gloo_without_harm_to_memory(families: Any) -> None:
+    """All at once, ranks died of it."""
+    run_world(2, _gather_often, trainer_args(families["qwen3"], MEGATRON, dp_size=2, train_backend="fsdp"))
