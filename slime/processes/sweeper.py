@@ -1,43 +1,39 @@
-"""Ends what a run leaves behind, however it ends: `python -m slime.processes.sweeper RUN DRIVER_PID OUTPUT_DIR`.
+"""Ends what a run leaves behind, however it ends: `python -m slime.processes.sweeper RECORD DRIVER_PID`.
 
 A process of its own, for a driver that is killed outright can clean up nothing. It looks at the run's processes
 (`slime.processes.registry`) every few seconds, for one that is gone cannot be asked which shared memory it had. When
-the driver has ended, or says on standard input that the run has, whatever is left of the run after a grace period is
-killed, its shared memory is removed, and so is the folder of the Ray that the run had started, whose logs are kept
-with the run's where it did not end well. An engine's memory that was never seen is known by its name.
+the driver has ended, or says on standard input that the run has (though its process may go on), whatever is left of
+the run after a grace period is killed, its shared memory is removed, and so is the folder of the Ray that the run had
+started, whose logs are kept with the run's where it did not end well. An engine's memory that was never seen is known
+by its name. The sweeper ends nothing without the run's mark.
 
-What the driver may say, a line each: "ray FOLDER" (of its Ray), "well" (it ended well), "end" (it has ended, though
-its process may go on). The sweeper ends nothing without the run's mark.
+Driver and sweeper write down what a run holds in its record: a directory of the run's name, with a symbolic link for
+each fact. "output_dir" and "ray" (a folder) are the run's, "well" says that it ended well, and "memory_INODE" is
+shared memory: a file of the same name may be somebody else's later. A link is made at once or not at all.
 
-Where driver and sweeper are killed together, the next run of the same user on this host sweeps (`sweep_dead_runs`), by
-the record that the sweeper keeps: a file that names what a run holds. Driver and sweeper keep it locked; the kernel
-gives the lock back when the last of them has ended, so whoever can take the lock knows that the run is dead. (Process
-numbers would not do: containers may share /tmp, and each has numbers of its own.) The sweeper removes the record of
-the run that it has swept.
+Where driver and sweeper are killed together, the next run of the same user on this host sweeps (`sweep_dead_runs`).
+Both keep the record locked; the kernel gives the lock back when the last of them has ended, so whoever can take it
+knows that the run is dead. (Process numbers would not do: containers may share /tmp, and each has numbers of its own.)
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import logging
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
-from typing import IO
 
 import psutil
 
-from slime.processes.directories import make_own_directory
+from slime.processes.directories import claim, is_claimed, make_own_directory
 from slime.processes.registry import (
     SHARED_MEMORY,
     is_alive,
@@ -51,29 +47,11 @@ logger = logging.getLogger(__name__)
 
 # How the name of a folder begins that holds the Ray of a run and nothing else; a sweep removes no other folder.
 RAY_PREFIX = "slime-ray-"
-_SUFFIX = ".jsonl"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-
-@dataclass
-class Record:
-    """What a record says.
-
-    Attributes:
-        run: mark of the run.
-        output_dir: of the run.
-        ray: folder of the Ray that it had started.
-        memory: its shared memory, path -> inode: a file of the same name may be somebody else's later.
-    """
-
-    run: str
-    output_dir: Path | None = None
-    ray: Path | None = None
-    memory: dict[Path, int] = field(default_factory=dict)
-
-    def memory_left(self) -> list[Path]:
-        """Return what is left of its shared memory."""
-        return [path for path, inode in self.memory.items() if _inode(path) == inode]
+POLL_S = 0.5
+LOOK_S = 5.0
+GRACE_S = 4.0
+KILL_S = 3.0
 
 
 def directory() -> Path:
@@ -89,90 +67,61 @@ def directory() -> Path:
     return path
 
 
-def begin_record(run: str, output_dir: Path) -> IO[str] | None:
-    """Write the record of a run that begins; the run lives for as long as a process has the file open.
+def begin_record(run: str, output_dir: Path) -> tuple[Path, int | None]:
+    """Make the record of a run that begins; the run lives for as long as a process has its descriptor open.
 
     Returns:
-        the locked file; None where none can be made (no room, no locks), which costs only what it is for.
+        (the record, the descriptor that locks it); of a record that cannot be made (no room, no locks) notes are
+        lost, and the descriptor is None.
     """
+    lock = None
     try:
-        folder = directory()
-        file = (folder / f".{run}").open("x")  # another run must not find it before it is locked
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.rename(folder / f".{run}", path_of(run))
-        note(run, "output_dir", output_dir)
+        hidden = directory() / f".{run}"  # another run must not find it before it is locked
+        hidden.mkdir()
+        if (lock := claim(hidden)) is not None:
+            record = hidden.rename(hidden.with_name(run))
+            note(record, "output_dir", output_dir)
+            return record, lock
     except OSError as error:
         logger.debug("there is no record of this run: %s", error)
-        return None
-    return file
+    return Path(os.devnull, run), lock
 
 
-def path_of(run: str) -> Path:
-    """Return where the record of a run is."""
-    return directory() / f"{run}{_SUFFIX}"
-
-
-def note(run: str, kind: str, path: Path) -> None:
-    """Add something to the record of a run, if it has one."""
-    with contextlib.suppress(OSError), path_of(run).open("r+") as file:
-        file.seek(0, os.SEEK_END)
-        file.write(json.dumps([kind, str(path), _inode(path)]) + "\n")
-
-
-def _inode(path: Path) -> int | None:
+def note(record: Path, name: str, path: Path) -> None:
+    """Add something to a record, once."""
     with contextlib.suppress(OSError):
-        return path.stat().st_ino
+        (record / name).symlink_to(path)
+
+
+def noted(record: Path, name: str) -> Path | None:
+    """Return what a record says; None where it says nothing."""
+    with contextlib.suppress(OSError):
+        return (record / name).readlink()
     return None
 
 
-def remove_record(run: str) -> None:
-    """Forget a run of which nothing is left."""
+def _memory_link(path: Path) -> str:
     with contextlib.suppress(OSError):
-        path_of(run).unlink()
+        return f"memory_{path.stat().st_ino}"
+    return "memory_gone"
 
 
-def dead_runs() -> Iterator[Record]:
-    """Yield the records of runs of which neither driver nor sweeper lives, and remove each after it was handled."""
-    try:
-        paths = sorted(directory().glob(f"*{_SUFFIX}"))
-    except OSError:
-        return
-    for path in paths:
-        with contextlib.suppress(OSError), path.open(errors="replace") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield _read(path.name.removesuffix(_SUFFIX), file)
-            path.unlink()
+def memory_left(record: Path) -> list[Path]:
+    """Return what is left of the shared memory of a run."""
+    return [link.readlink() for link in record.glob("memory_*") if link.name == _memory_link(link)]
+
+
+def records() -> list[Path]:
+    """Return the records of this user's runs on this host; none where others could have written them."""
+    with contextlib.suppress(OSError):
+        return sorted(directory().glob("[!.]*"))
+    return []
 
 
 def live_output_dirs() -> list[Path]:
     """Return the output directories of this user's runs on this host of which driver or sweeper lives."""
-    found = []
-    with contextlib.suppress(OSError):
-        for path in directory().glob(f"*{_SUFFIX}"):
-            with contextlib.suppress(OSError), path.open(errors="replace") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    found.append(_read(path.name.removesuffix(_SUFFIX), file).output_dir)
+    found = [noted(record, "output_dir") for record in records() if is_claimed(record)]
     return [path for path in found if path is not None]
-
-
-def _read(run: str, file: IO[str]) -> Record:
-    record = Record(run)
-    for line in file:
-        with contextlib.suppress(ValueError, TypeError):  # half a line: its writer was killed
-            kind, path, inode = json.loads(line)
-            if kind == "memory":
-                record.memory[Path(path)] = int(inode)
-            elif kind in ("output_dir", "ray"):
-                setattr(record, kind, Path(path))
-    return record
-
-
-POLL_S = 0.5
-LOOK_S = 5.0
-GRACE_S = 4.0
-KILL_S = 3.0
 
 
 class Sweeper:
@@ -184,45 +133,23 @@ class Sweeper:
     """
 
     def __init__(self, run: str, output_dir: Path) -> None:
-        command = [sys.executable, "-m", __name__, run, str(os.getpid()), str(output_dir)]
         root = str(Path(__file__).resolve().parent.parent.parent)
-        self._record = begin_record(run, output_dir)  # open, and with it locked, for as long as this process lives
+        self.record, lock = begin_record(run, output_dir)  # locked for as long as this process lives
         # A session of its own: Ctrl-C at the terminal must not end it. Nobody waits for it: it outlives the driver.
         self._process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", __name__, str(self.record), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])},
             start_new_session=True,
-            pass_fds=[self._record.fileno()] if self._record is not None else [],
+            pass_fds=[] if lock is None else [lock],
         )
 
-    def say(self, line: str) -> None:
-        """Tell it something; nothing happens when it is gone."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._process.stdin.write(f"{line}\n".encode())
-                self._process.stdin.flush()
-
-
-class _Told:
-    """What the driver has said so far."""
-
-    def __init__(self) -> None:
-        self.ray: Path | None = None
-        self.well = False
-        self.over = threading.Event()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        for line in sys.stdin:
-            word, _, rest = line.strip().partition(" ")
-            if word == "ray":
-                self.ray = Path(rest)
-            elif word == "well":
-                self.well = True
-            elif word == "end":
-                self.over.set()
+    def sweep(self) -> None:
+        """Say that the run has ended; nothing happens when the sweeper is gone."""
+        if (pipe := self._process.stdin) is not None:
+            with contextlib.suppress(OSError):
+                os.write(pipe.fileno(), b"\n")
 
 
 class _Seen:
@@ -245,33 +172,39 @@ class _Seen:
         return alive
 
 
-def main(run: str, driver_pid: int, output_dir: Path) -> None:
+def main(record: Path, driver_pid: int) -> None:
     """Wait for the end of the run, then sweep."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(5)
     begin = psutil.Process().create_time()
-    told, seen = _Told(), _Seen(run, {driver_pid, os.getpid()}, begin)
+    seen = _Seen(record.name, {driver_pid, os.getpid()}, begin)
     with contextlib.suppress(psutil.NoSuchProcess):  # it ended before this had begun
-        _wait_for_end(run, psutil.Process(driver_pid), told, seen)
+        _wait_for_end(record, psutil.Process(driver_pid), seen)
     _end(seen)
-    remove_unused(seen.memory | left_by_engines(since=begin))
-    if told.ray is not None:
-        _remove_ray(told.ray, None if told.well else output_dir / "logs" / "ray")
-    remove_record(run)
+    _remove(record, seen.memory | left_by_engines(since=begin))
 
 
-def _wait_for_end(run: str, driver: psutil.Process, told: _Told, seen: _Seen) -> None:
-    next_look, noted = time.monotonic(), set[Path]()
-    while is_alive(driver) and not told.over.wait(POLL_S):
-        if told.ray is not None and told.ray not in noted:
-            noted.add(told.ray)
-            note(run, "ray", told.ray)
+def _wait_for_end(record: Path, driver: psutil.Process, seen: _Seen) -> None:
+    next_look = time.monotonic()
+    while is_alive(driver) and not select.select([sys.stdin], [], [], POLL_S)[0]:
         if time.monotonic() >= next_look:
             seen.look()
-            for path in seen.memory - noted:
-                note(run, "memory", path)
-            noted |= seen.memory
+            for path in seen.memory:
+                note(record, _memory_link(path), path)
             next_look = time.monotonic() + LOOK_S
+
+
+def _remove(record: Path, memory: Iterable[Path] = ()) -> tuple[list[Path], Path | None]:
+    """Remove what a run of which no process is left has held, and its record; returns its shared memory and the
+    folder of its Ray, as far as they were there."""
+    removed = remove_unused([*memory, *memory_left(record)])
+    ray, output_dir = noted(record, "ray"), noted(record, "output_dir")
+    was_there = ray is not None and ray.is_dir()
+    if ray is not None:
+        keeps_logs = output_dir is not None and noted(record, "well") is None
+        _remove_ray(ray, output_dir / "logs" / "ray" if output_dir is not None and keeps_logs else None)
+    shutil.rmtree(record, ignore_errors=True)
+    return removed, ray if was_there else None
 
 
 def _end(seen: _Seen) -> None:
@@ -313,21 +246,22 @@ def _remove_ray(folder: Path, keep_logs_at: Path | None) -> None:
 def sweep_dead_runs() -> list[str]:
     """Remove what is left of this user's runs that were killed together with their sweepers; returns a sentence for
     each of which something was."""
-    said = []
-    for record in dead_runs():
-        here = {process.pid for process in [psutil.Process(), *psutil.Process().parents()]}
-        processes = _kill(_Seen(record.run, here, begin=time.time()))
-        memory = remove_unused(record.memory_left())
-        ray = record.ray if record.ray is not None and record.ray.is_dir() else None
-        if ray is not None:
-            _remove_ray(ray, None if record.output_dir is None else record.output_dir / "logs" / "ray")
-        if processes or memory or ray:
-            said.append(
-                f"a run that was killed with its sweeper ({record.output_dir}) had left {processes} processes, "
-                f"{len(memory)} files in {SHARED_MEMORY} and {ray or 'no folder'} of Ray: they are removed"
-            )
+    said, here = [], {process.pid for process in [psutil.Process(), *psutil.Process().parents()]}
+    for record in records():
+        with contextlib.suppress(BlockingIOError):  # it lives
+            if (lock := claim(record)) is None:
+                continue
+            output_dir = noted(record, "output_dir")
+            processes = _kill(_Seen(record.name, here, begin=time.time()))
+            memory, ray = _remove(record)
+            os.close(lock)
+            if processes or memory or ray:
+                said.append(
+                    f"a run that was killed with its sweeper ({output_dir}) had left {processes} processes, "
+                    f"{len(memory)} files in {SHARED_MEMORY} and {ray or 'no folder'} of Ray: they are removed"
+                )
     return said
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -48,7 +48,7 @@ from slime.processes.progress import (
     write_stacks_on_signal,
 )
 from slime.processes.registry import MARK, begin_run
-from slime.processes.sweeper import Sweeper, sweep_dead_runs
+from slime.processes.sweeper import Sweeper, note, sweep_dead_runs
 from slime.processes.wait import Watch, try_and_log
 from slime.ray.utils import actor_env, forget_progress, get, interrupt_main, read_progress
 
@@ -112,7 +112,7 @@ class Supervisor:
             logger.warning("the loss of this Ray cannot be noticed through its client; `ray job submit` can")
             return
         if own_folder is not None:
-            self._sweeper.say(f"ray {own_folder}")
+            note(self._sweeper.record, "ray", own_folder)
         else:
             self._logs_of_ray = Path(ray._private.worker._global_node.get_logs_dir_path())
         self._ray_watch = RayWatch.of_this_node(self._lose_ray)
@@ -165,8 +165,8 @@ class Supervisor:
         """The run is over: everything of it that can be ended was asked to end."""
         self._stay()
         if not failed:
-            self._sweeper.say("well")
-        self._sweeper.say("end")
+            note(self._sweeper.record, "well", self._output_dir)
+        self._sweeper.sweep()
         if os.environ.get(MARK) == self.run:
             del os.environ[MARK]
 

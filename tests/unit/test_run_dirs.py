@@ -168,10 +168,10 @@ def test_a_fresh_output_moves_neither_the_working_directory_nor_a_run_that_lives
     leave_run("out", records=2)
     leave_run(".", records=2)
     has(check("--save . --fresh-output").problems.environment, "it is the working directory, or holds it")
-    record = sweeper.begin_record("1234", Path.cwd() / "out")
-    assert record is not None
+    _, lock = sweeper.begin_record("1234", Path.cwd() / "out")
+    assert lock is not None
     has(check("--save out --fresh-output").problems.environment, "a run is still going on there")
-    record.close()
+    os.close(lock)
     assert check("--save out --fresh-output").problems == Problems()
 
 

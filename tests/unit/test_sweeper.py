@@ -25,10 +25,10 @@ DRIVER = """
 import os, subprocess, sys, time
 from pathlib import Path
 from slime.processes.registry import begin_run
-from slime.processes.sweeper import Sweeper
+from slime.processes.sweeper import Sweeper, note
 run = begin_run()
 sweeper = Sweeper(run, Path(sys.argv[1]))
-sweeper.say("ray " + sys.argv[2])
+note(sweeper.record, "ray", Path(sys.argv[2]))
 child = '''
 import mmap, os, subprocess, sys, time
 file = open("/dev/shm/slime_test_" + sys.argv[1], "w+b")
@@ -43,8 +43,11 @@ started = subprocess.Popen([sys.executable, "-c", child, run], stdout=subprocess
 started.stdout.readline()
 print(run, flush=True)
 time.sleep(float(sys.argv[3]))
-if sys.argv[4:]:
-    sweeper.say(sys.argv[4])
+if "well" in sys.argv[4:]:
+    note(sweeper.record, "well", Path(sys.argv[1]))
+if "stay" in sys.argv[4:]:
+    sweeper.sweep()
+    time.sleep(600)
 """
 
 
@@ -104,16 +107,25 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_logs_of_ray_and_the_record_go_with_a_run_that_ended_well(records: Path, tmp_path: Path) -> None:
     driver, run, folder = start(tmp_path, "0.5", "well")
-    assert (records / f"{run}.jsonl").exists()
+    assert (records / run).exists()
     assert driver.wait(20) == 0
     until(lambda: not processes_of(run) and not folder.exists() and not list(records.iterdir()))
     assert not (tmp_path / "out").exists()
 
 
+def test_a_driver_that_goes_on_after_its_run_has_ended_is_left_alone(records: Path, tmp_path: Path) -> None:
+    driver, run, folder = start(tmp_path, "0.5", "stay")
+    until(lambda: not processes_of(run) and not folder.exists() and not list(records.iterdir()))
+    assert driver.poll() is None and (tmp_path / "out" / "logs" / "ray" / "raylet.err").exists()
+    driver.kill()
+    driver.wait(5)
+
+
 def test_the_next_run_sweeps_what_a_run_left_that_was_killed_with_its_sweeper(records: Path, tmp_path: Path) -> None:
     driver, run, folder = start(tmp_path, "600")
-    segment, record = SHARED_MEMORY / f"slime_test_{run}", records / f"{run}.jsonl"
-    until(lambda: str(segment) in record.read_text() and str(folder) in record.read_text())
+    segment, record = SHARED_MEMORY / f"slime_test_{run}", records / run
+    until(lambda: segment in [link.readlink() for link in record.glob("memory_*")])
+    assert (record / "ray").readlink() == folder
     assert sweep_dead_runs() == [] and folder.exists(), "it lives"
     sweeper = children_named(driver.pid, "slime.processes.sweeper")[0]
     left = [one for one in processes_of(run) if one.pid not in (driver.pid, sweeper.pid)]
@@ -133,31 +145,42 @@ def test_the_next_run_sweeps_what_a_run_left_that_was_killed_with_its_sweeper(re
 
 def test_records_that_others_could_have_written_are_not_believed(records: Path) -> None:
     records.mkdir()
-    (records / "1234.jsonl").write_text("")
+    (records / "1234").mkdir()
     records.chmod(0o777)
-    assert list(sweeper_module.dead_runs()) == []
-    assert sweeper_module.begin_record("5678", Path("/out")) is None
+    assert sweeper_module.records() == []
+    unlocked, lock = sweeper_module.begin_record("5678", Path("/out"))
+    assert lock is None and sweeper_module.noted(unlocked, "output_dir") is None
     records.chmod(0o700)
-    assert [record.run for record in sweeper_module.dead_runs()] == ["1234"]
+    assert sweeper_module.records() == [records / "1234"]
+    assert sweep_dead_runs() == [] and not list(records.iterdir()), "nothing was left of that run"
+
+
+def test_a_record_that_cannot_be_locked_is_not_shown_to_other_runs(
+    records: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would take the run for dead."""
+    monkeypatch.setattr(sweeper_module, "claim", lambda _: None)  # as where the file system has no locks
+    assert sweeper_module.begin_record("1234", Path("/out"))[1] is None
+    assert sweeper_module.records() == []
 
 
 def test_a_file_that_has_taken_the_name_of_a_dead_runs_memory_is_somebody_elses(records: Path) -> None:
-    """Half a line, and what is no line of a record, are passed over."""
-    names = [SHARED_MEMORY / f"slime_{name}_{os.getpid()}" for name in ("kept", "made_again")]
+    names = [SHARED_MEMORY / f"slime_{name}_{os.getpid()}" for name in ("kept", "made_again", "gone")]
+    record, lock = sweeper_module.begin_record("1234", Path("/out"))
+    assert lock is not None
     for path in names:
         path.write_text("x")
-    sweeper_module.begin_record("1234", Path("/out")).close()
-    for path in names:
-        sweeper_module.note("1234", "memory", path)
-    with sweeper_module.path_of("1234").open("a") as file:
-        file.write('5\n["run", "5678", null]\n["memory", 5, null]\n["mem')
+        sweeper_module.note(record, f"memory_{path.stat().st_ino}", path)
+    assert sweeper_module.live_output_dirs() == [Path("/out")] and sweep_dead_runs() == []
     other = names[1].with_name(names[1].name + "_new")
     other.write_text("y")
     other.replace(names[1])
-    (record,) = sweeper_module.dead_runs()
-    assert (record.run, record.output_dir, record.memory_left()) == ("1234", Path("/out"), names[:1])
-    for path in names:
-        path.unlink()
+    names[2].unlink()
+    os.close(lock)
+    assert sweeper_module.live_output_dirs() == [] and sweeper_module.memory_left(record) == names[:1]
+    (said,) = sweep_dead_runs()
+    assert "1 files in /dev/shm" in said and not names[0].exists() and names[1].exists() and not record.exists()
+    names[1].unlink()
 
 
 def test_nothing_outside_of_dev_shm_is_taken_for_shared_memory(tmp_path: Path) -> None:
