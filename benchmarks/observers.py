@@ -95,7 +95,7 @@ class Observers:
         assert address is not None, found
         self._page, self._token = address[1], address[2]
         self._prometheus = free_port()
-        command = [sys.executable, "-m", "slime.observability.prometheus", directory, "127.0.0.1", self._prometheus]
+        command = [sys.executable, "-m", "slime.dashboard.prometheus", directory, "127.0.0.1", self._prometheus]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         self._exporter = subprocess.Popen([str(word) for word in command], env=environment)
         self._recorder = SampleRecorder(self.args)

@@ -5,11 +5,11 @@
 
 It only reads. It imports neither torch nor Ray, Megatron or SGLang, so a server without visitors stays small.
 
-    address   the socket, the token and the lines that are printed
-    series    metrics.jsonl as series, lines of files that grow, and paths that stay inside the given directories
-    runs      which runs there are, which files of samples each has, and what it is doing
-    records   rollouts/*.parquet as tables and samples
-    pages     the JSON behind each page
-    app       routes, authorization, the server
-    static    the pages: plain ES modules
+    address     the socket, the token and the lines that are printed
+    runs        which runs there are, which files of samples each has, and what it is doing
+    records     rollouts/*.parquet as tables and samples
+    pages       the JSON behind each page
+    app         routes, authorization, the server
+    prometheus  what --prometheus-port starts: /metrics of a run
+    static      the pages: plain ES modules
 """

@@ -36,7 +36,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slime.dashboard import pages
 from slime.dashboard.address import is_loopback
 from slime.dashboard.runs import Library, Run, time_page
-from slime.dashboard.series import AXES
+from slime.observability.series import AXES
 
 if TYPE_CHECKING:
     from slime.dashboard.records import Samples

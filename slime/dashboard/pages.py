@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.dashboard.runs import Run, SampleFile, current_phase, progress, rollout_seconds
-from slime.dashboard.series import AXES, finite, is_inside, read_object, read_text, tail
 from slime.observability.metric_table import describe, evaluation_sets
+from slime.observability.series import AXES, finite, is_inside, read_object, read_text, tail
 
 ITERATION = re.compile(r"iter_(\d+)")
 WARNING = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")

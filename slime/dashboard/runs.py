@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from slime.dashboard.series import Lines, Series, finite, is_inside
 from slime.observability.run_events import FILE as EVENTS_FILE
+from slime.observability.series import Lines, Series, finite, is_inside
 from slime.processes.directories import METRICS_FILE
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Run:
         self.name = root.name if relative == Path() else f"{root.name}/{relative}"
         slug = re.sub(r"[^A-Za-z0-9]+", "-", self.name).strip("-")[-60:] or "run"
         self.id = f"{slug}-{hashlib.sha256(str(directory).encode()).hexdigest()[:6]}"
-        self.series = Series(directory, root)
+        self.series = Series(directory / METRICS_FILE, root)
         self.rollouts = SampleFiles(directory, root)
         self.events: list[dict[str, Any]] = []
         self.answers: list[dict[str, Any]] = []

@@ -10,23 +10,20 @@ display is needed.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import statistics
 import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime.observability.metric_table import evaluation_sets
 from slime.observability.phases import seconds
-from slime.processes.directories import whole_lines
-
-logger = logging.getLogger(__name__)
+from slime.observability.series import read_series
 
 Values = Mapping[str, float]
 WIDTH = 120
@@ -261,31 +258,6 @@ PANELS: dict[str, tuple[str, dict[str, str]]] = {
         {"perf/step_time": "all", "perf/rollout_time": "generation", "perf/actor_train_time": "training"},
     ),
 }
-
-
-def read_records(path: Path) -> Iterator[dict[str, float | str]]:
-    """The records of a metrics.jsonl; a line that holds none, as a killed run leaves it, is left out and counted."""
-    num_broken = 0
-    for _, record in whole_lines(path):
-        if isinstance(record, dict) and isinstance(record.get("step_key"), str):
-            yield record
-        else:
-            num_broken += 1
-    if num_broken:
-        logger.warning("%s has %d lines that hold no record; they are left out", path, num_broken)
-
-
-def read_series(path: Path) -> Series:
-    """Every metric of the file as `{name: {step: value}}`; of a step logged twice (a resumed run) the later wins."""
-    series: Series = {}
-    for record in read_records(path):
-        step = record.get(str(record["step_key"]))
-        if not isinstance(step, int | float):
-            continue
-        for name, value in record.items():
-            if isinstance(value, int | float) and name not in ("time", record["step_key"]):
-                series.setdefault(name, {})[step] = float(value)
-    return series
 
 
 @dataclass(frozen=True)

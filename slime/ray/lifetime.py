@@ -173,7 +173,7 @@ class RunLifetime:
         host, router = self.args.prometheus_host, self.args.sglang_router_ip
         if not is_free(host, port):
             raise UsageError(f"--prometheus-port {port} on {host} is taken, or no address of this host: give another")
-        command = [sys.executable, "-m", "slime.observability.prometheus", str(directory), host, str(port)]
+        command = [sys.executable, "-m", "slime.dashboard.prometheus", str(directory), host, str(port)]
         if router is not None:  # one that runs already
             command.append(f"http://{router}:{self.args.sglang_router_port}")
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

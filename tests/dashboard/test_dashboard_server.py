@@ -22,7 +22,7 @@ from starlette.testclient import TestClient
 from slime import cli
 from slime.dashboard.address import is_loopback, lines_for_user
 from slime.dashboard.runs import Library
-from slime.dashboard.series import LONGEST_LINE, Lines
+from slime.observability.series import LONGEST_LINE, Lines
 from tests.dashboard.run_files import TOKEN, client_of, only_run, records_of_rollout, write_lines, write_run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slime.config.parse import parse_args
-from slime.observability import logging_utils, prometheus
+from slime.dashboard import prometheus
+from slime.observability import logging_utils
 from tests.unit.argument_lines import base, errors, line
 from tests.unit.test_observability import make_args
 

@@ -9,6 +9,7 @@ link that leads elsewhere. Such lines are counted and left out; such files are n
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from array import array
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.processes.directories import METRICS_FILE
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 8 << 20
 LONGEST_LINE = 16 << 20
@@ -154,7 +155,7 @@ class Series:
     """The metrics of one run.
 
     Args:
-        directory: of the run.
+        path: of metrics.jsonl.
         root: the given directory that it lies in.
 
     Attributes:
@@ -164,8 +165,8 @@ class Series:
         first_time, last_time: seconds since 1970 of the first and the last record; 0.0 without one.
     """
 
-    def __init__(self, directory: Path, root: Path) -> None:
-        self._lines = Lines(directory / METRICS_FILE, root)
+    def __init__(self, path: Path, root: Path) -> None:
+        self._lines = Lines(path, root)
         self._generation = 0
         self._forget()
 
@@ -249,6 +250,18 @@ class Series:
             total += samples_per_rollout * (length if axis == "tokens" else 1.0)
             sums.append(total)
         return [sums[bisect_right(lengths.time, time)] for time in times]
+
+
+def read_series(path: Path) -> dict[str, dict[float, float]]:
+    """Return every metric of a metrics.jsonl as {name: {step: value}}, the values that are finite; of a step that was
+    logged twice (a resumed run) the later one. Lines that hold no record are counted in a warning."""
+    series = Series(path, path.resolve().parent)
+    series.refresh()
+    if series.num_broken:
+        logger.warning("%s has %d lines that hold no record; they are left out", path, series.num_broken)
+    pairs = {name: zip(points.step, points.value, strict=True) for name, points in series.points.items()}
+    found = {name: {step: value for step, value in of if math.isfinite(value)} for name, of in pairs.items()}
+    return {name: values for name, values in found.items() if values}
 
 
 def _thinned(x: list[float], y: list[float], most: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The run's Prometheus endpoint: the driver starts `python -m slime.observability.prometheus OUTPUT_DIR HOST PORT`.
+"""The run's Prometheus endpoint: the driver starts `python -m slime.dashboard.prometheus OUTPUT_DIR HOST PORT`.
 
 One target for the whole run. A scrape reads what is new in metrics.jsonl and run_events.jsonl, and asks the routers
 (found by the files that they are started with) and the engines behind them, each with a deadline: what does not answer
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -23,8 +24,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from slime.observability.run_events import FILE as EVENTS_FILE
-from slime.processes.directories import METRICS_FILE, whole_lines
+from slime.dashboard.runs import Run, current_phase
 from slime.utils.http.api_keys import headers_for, protect_engine, protect_router
 from slime.utils.misc import url_host
 
@@ -36,77 +36,39 @@ MOST_AT_ONCE = 32
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 
 
-class RunState:
-    """The last value of everything that the driver writes."""
-
-    def __init__(self, directory: Path) -> None:
-        self._records, self._events = directory / METRICS_FILE, directory / EVENTS_FILE
-        self._read: dict[Path, int] = {}
-        self._metrics: dict[str, float] = {}
-        self._at: dict[str, float] = {}
-        self._phases: list[tuple[str, float]] = []
-        self._rollout: float | None = None
-        self._num_alarms = 0
-        self._alarms: dict[str, float] = {}
-        self._started = 0.0
-
-    def look(self) -> None:
-        """Read what is new."""
-        for record in self._news(self._records):
-            self._take_record(record)
-        for event in self._news(self._events):
-            self._take_event(event)
-
-    def _news(self, path: Path) -> Iterator[dict[str, Any]]:
-        for end, value in whole_lines(path, self._read.get(path, 0)):
-            self._read[path] = end
-            if isinstance(value, dict):
-                yield value
-
-    def _take_record(self, record: Mapping[str, Any]) -> None:
-        if isinstance(alarm := record.get("alarm"), dict):
-            is_on = alarm.get("state") != "ended"
-            self._num_alarms += is_on
-            self._alarms[str(alarm.get("name", "alarm"))] = float(record.get("time", 0.0)) if is_on else -1.0
-            return
-        self._at[str(record.get("step_key"))] = float(record.get("time", 0.0))
-        for name, value in record.items():
-            if isinstance(value, int | float) and name != "time":
-                self._metrics[name] = value
-
-    def _take_event(self, event: Mapping[str, Any]) -> None:
-        kind = event.get("event")
-        if kind == "start":
-            self._phases, self._started = [], float(event.get("time", 0.0))
-        elif kind == "begin":
-            self._phases.append((str(event.get("phase")), float(event.get("time", 0.0))))
-            self._rollout = event.get("rollout", self._rollout)
-        elif kind == "end" and self._phases:
-            self._phases.pop()
-
-    def families(self) -> Iterator[Metric]:
-        """Yield gauges: `slime_train_loss{metric="train/loss"}` for each metric, the phase, and when records came."""
-        by_name: dict[str, GaugeMetricFamily] = {}
-        for metric, value in self._metrics.items():
-            name = name_of(metric)
-            family = by_name.setdefault(name, GaugeMetricFamily(name, f"last value of {metric}", labels=["metric"]))
-            family.add_metric([metric], value)
-        yield from by_name.values()
-        phase = GaugeMetricFamily("slime_phase_begin_seconds", "when the phase began", labels=["phase"])
-        for name, begin in self._phases[-1:]:
-            phase.add_metric([name], begin)
-        records = GaugeMetricFamily("slime_last_record_seconds", "when the last record was made", labels=["step_key"])
-        for key, at in self._at.items():
-            records.add_metric([key], at)
-        yield phase
-        yield records
-        yield GaugeMetricFamily("slime_alarms", "alarms of this run", value=self._num_alarms)
-        active = GaugeMetricFamily("slime_alarm_active", "whether an alarm has begun and not ended", labels=["name"])
-        for name, begun in self._alarms.items():  # what began before a resume ends without a record
-            active.add_metric([name], begun >= self._started)
-        yield active
-        if self._rollout is not None:
-            yield GaugeMetricFamily("slime_rollout", "the rollout that the phase is of", value=self._rollout)
+def families_of(run: Run) -> Iterator[Metric]:
+    """Yield gauges: `slime_train_loss{metric="train/loss"}` for each metric, the phase, and when records came."""
+    by_name: dict[str, GaugeMetricFamily] = {}
+    records = GaugeMetricFamily("slime_last_record_seconds", "when the last record was made", labels=["step_key"])
+    values: dict[str, float] = {}
+    at: dict[str, float] = {}
+    for metric, points in run.series.points.items():
+        if (value := next(filter(math.isfinite, reversed(points.value)), None)) is not None:
+            values[metric] = value
+        values[points.step_key], at[points.step_key] = points.step[-1], points.time[-1]
+    for metric, value in values.items():
+        name = name_of(metric)
+        family = by_name.setdefault(name, GaugeMetricFamily(name, f"last value of {metric}", labels=["metric"]))
+        family.add_metric([metric], value)
+    yield from by_name.values()
+    phase = GaugeMetricFamily("slime_phase_begin_seconds", "when the phase began", labels=["phase"])
+    if (span := current_phase(run)) is not None:
+        phase.add_metric([span["name"]], span["since"])
+    for key, time_s in at.items():
+        records.add_metric([key], time_s)
+    yield phase
+    yield records
+    alarms = run.series.alarms
+    num_begun = sum(alarm.get("state") != "ended" for alarm in alarms)
+    yield GaugeMetricFamily("slime_alarms", "alarms of this run", value=num_begun)
+    active = GaugeMetricFamily("slime_alarm_active", "whether an alarm has begun and not ended", labels=["name"])
+    for name, alarm in {alarm["name"]: alarm for alarm in alarms}.items():
+        is_of_now = (alarm["time"] or 0.0) >= run.start.get("time", 0.0)  # else a resumed run says no end of it
+        active.add_metric([name], is_of_now and alarm.get("state") != "ended")
+    yield active
+    begun = [event["rollout"] for event in run.events if event.get("rollout") is not None]
+    if begun:
+        yield GaugeMetricFamily("slime_rollout", "the rollout that the phase is of", value=begun[-1])
 
 
 def name_of(metric: str) -> str:
@@ -226,12 +188,13 @@ class RunCollector:
     """What a scrape collects."""
 
     def __init__(self, directory: Path, routers: Iterable[str] = ()) -> None:
-        self._state, self._targets = RunState(directory), Targets(directory, routers)
+        directory = directory.resolve()
+        self._run, self._targets = Run(directory, directory), Targets(directory, routers)
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
-        self._state.look()
-        yield from self._state.families()
+        self._run.refresh()
+        yield from families_of(self._run)
         yield from self._targets.families()
 
 
