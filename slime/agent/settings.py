@@ -23,7 +23,7 @@ from slime.agent.sandbox.grading import GRADERS
 from slime.config.args import Args
 from slime.config.custom_config import FLAG
 from slime.rollout.hooks.signatures import signature_problem
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, refuse
 from slime.utils.files.yaml_config import LocatedYaml, validate
 from slime.utils.misc import try_to_load
 from slime.utils.types import Sample
@@ -139,8 +139,7 @@ def read_settings(args: Args) -> Settings:
     limits = settings.budgets
     filled = {"turns": limits.turns or args.max_turns, "seconds": limits.seconds or AGENT_S}
     settings = settings.model_copy(update={**changes, "budgets": limits.model_copy(update=filled)})
-    if problems := [*_problems(settings)]:
-        raise UsageError(problems)
+    refuse([*_problems(settings)])
     return settings
 
 

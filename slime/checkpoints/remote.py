@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.checkpoints.paths import MANIFEST_FILE, TRACKER_FILE, iteration_dir, latest_iteration
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, refuse
 from slime.utils.misc import attempt
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ def localize(args: Args) -> None:
     Raises:
         UsageError: one cannot be used, or --push-to-hub could not send anything.
     """
-    if problems := [*_localized(args), *_hub_problems(args)]:
-        raise UsageError(problems)
+    refuse([*_localized(args), *_hub_problems(args)])
 
 
 def _localized(args: Args) -> Iterator[str]:

@@ -14,7 +14,7 @@ from slime.config.args import Args
 from slime.config.problems import Check, Problems, Rule, broken, for_each, plain_option, read_file
 from slime.config.prompt_sources import SUFFIXES, prompt_sources
 from slime.config.rules import files, generation
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, sentences
 from slime.utils.files.yaml_config import load_yaml, validate
 from slime.weights.adapters import POLICY
 
@@ -164,33 +164,39 @@ def _wrong_evaluations(args: Args) -> Iterator[str]:
 
 
 def _wrong_entries(args: Args) -> Iterator[str]:
-    names, where = [policy.name for policy in policies_of(args)], f"{FLAG} {args.lora_policies}"
+    names, file = [policy.name for policy in policies_of(args)], f"{FLAG} {args.lora_policies}"
     for policy in policies_of(args):
-        if names.count(policy.name) > 1:
-            yield f"{where}: the name {policy.name} is there {names.count(policy.name)} times; give each its own."
-        if policy.rank is not None and args.lora_rank is not None and policy.rank > args.lora_rank:
-            yield (
-                f"{where}: {policy.name}: rank {policy.rank} is over --lora-rank {args.lora_rank}, the room of "
-                "every policy; raise the flag to the largest rank."
-            )
-        if policy.data is None and args.prompt_data is None:
-            yield f"{where}: {policy.name} has no data, and there is no --prompt-data; name its prompt file."
-        if policy.data and policy.data.endswith(SUFFIXES):
-            yield (
-                f"{where}: {policy.name}: data {policy.data} is a mixture; give a policy one file, or all of them the "
-                "mixture as --prompt-data."
-            )
-        graders = [] if policy.data else [s for s in args.prompt_sources if s.names_reward or s.custom_rm_path]
-        if policy.reward and graders:
-            yield (
-                f"{where}: {policy.name}: reward {policy.reward} stands beside the reward of {graders[0].where}; "
-                "leave one of the two out."
-            )
-        if policy.reward and args.custom_rm_path:
-            yield (
-                f"{where}: {policy.name}: reward {policy.reward} stands beside --custom-rm-path "
-                f"{args.custom_rm_path}, which would go first; leave the flag out, and give every policy its reward."
-            )
+        where, times, reward = f"{file}: {policy.name}", names.count(policy.name), policy.reward
+        graders = [] if policy.data else [s.where for s in args.prompt_sources if s.names_reward or s.custom_rm_path]
+        yield from sentences(
+            (times > 1, f"{file}: the name {policy.name} is there {times} times; give each its own."),
+            (
+                policy.rank is not None and args.lora_rank is not None and policy.rank > args.lora_rank,
+                f"{where}: rank {policy.rank} is over --lora-rank {args.lora_rank}, the room of every policy; raise "
+                "the "
+                "flag to the largest rank.",
+            ),
+            (
+                policy.data is None and args.prompt_data is None,
+                f"{where} has no data, and there is no --prompt-data; name its prompt file.",
+            ),
+            (
+                policy.data and policy.data.endswith(SUFFIXES),
+                f"{where}: data {policy.data} is a mixture; give a policy one file, or all of them the mixture as "
+                "--prompt-data.",
+            ),
+            (
+                reward and graders,
+                f"{where}: reward {reward} stands beside the reward of {''.join(graders[:1])}; leave one of the two "
+                "out.",
+            ),
+            (
+                reward and args.custom_rm_path,
+                f"{where}: reward {reward} stands beside --custom-rm-path {args.custom_rm_path}, which would go "
+                "first; "
+                "leave the flag out, and give every policy its reward.",
+            ),
+        )
 
 
 def policy_problems(args: Args, given: Collection[str] = ()) -> Iterator[str]:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from slime.config.args import Args
 from slime.config.custom_config import FLAG
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, sentences
 from slime.utils.files.yaml_config import LocatedYaml, load_yaml, validate
 
 _USERS = ("slime.rollout.multi_turn", "slime.agent")
@@ -71,14 +71,16 @@ class McpServer(BaseModel):
 
     def problems(self) -> Iterator[str]:
         """Yield what this machine lacks for it, one end of a sentence each."""
-        program = self.command[0] if self.command else None
-        if program and shutil.which(program, path=self.env.get("PATH")) is None:
-            yield f"command: there is no program {program} (on PATH); install it, or give its path."
-        if self.cwd and not os.path.isdir(self.cwd):
-            yield f"cwd: there is no directory {self.cwd}."
-        for value in (*self.env.values(), *self.headers.values()):
-            if value.startswith("$") and value[1:] not in os.environ:
-                yield f"the environment variable {value[1:]} is not set."
+        program = self.command[0] if self.command else ""
+        named = [value[1:] for value in (*self.env.values(), *self.headers.values()) if value.startswith("$")]
+        return sentences(
+            (
+                program and shutil.which(program, path=self.env.get("PATH")) is None,
+                f"command: there is no program {program} (on PATH); install it, or give its path.",
+            ),
+            (self.cwd and not os.path.isdir(self.cwd), f"cwd: there is no directory {self.cwd}."),
+            *((name not in os.environ, f"the environment variable {name} is not set.") for name in named),
+        )
 
 
 def resolved(values: Mapping[str, str]) -> dict[str, str]:

@@ -73,7 +73,7 @@ from slime.rollout.hooks.signatures import is_batch_generate, signature_problem
 from slime.rollout.rm_hub import RM_TYPES, rm_needs_label
 from slime.rollout.tool_calls import ToolFn
 from slime.utils import accelerator
-from slime.utils.errors import UsageError
+from slime.utils.errors import refuse
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, dataset_hooks, load_eval_config
 from slime.utils.misc import is_port_available
 
@@ -136,8 +136,7 @@ def accept(checked: Checked) -> Args:
     Raises:
         UsageError: with every problem of the command line.
     """
-    if sentences := checked.problems.all():
-        raise UsageError(sentences)
+    refuse(checked.problems.all())
     for warning in checked.warnings():
         logger.warning("%s", warning)
     return checked.args

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, sentences
 from slime.utils.eval_config import (
     NARROWER,
     PROMPTS_FLAG,
@@ -115,32 +115,41 @@ def source_problems(args: Args) -> Iterator[str]:
 def _limit_problems(args: Args, source: PromptSource) -> Iterator[str]:
     longest = source.max_response_len or args.rollout_max_response_len
     fewest = args.rollout_min_new_tokens if source.min_new_tokens is None else source.min_new_tokens
-    context, buffer = args.rollout_max_context_len, args.overlong_buffer_len
-    if longest is not None and fewest > longest:
-        yield f"{source.where}: its min_new_tokens, {fewest}, is more than its max_response_len, {longest}; lower it."
-    if buffer is not None and (longest is None or buffer > longest):
-        yield (
+    context, buffer, prompt = args.rollout_max_context_len, args.overlong_buffer_len, source.max_prompt_len
+    return sentences(
+        (
+            longest is not None and fewest > longest,
+            f"{source.where}: its min_new_tokens, {fewest}, is more than its max_response_len, {longest}; lower it.",
+        ),
+        (
+            buffer is not None and (longest is None or buffer > longest),
             f"{source.where}: --overlong-buffer-len {buffer} is longer than its max_response_len, {longest}; lower "
-            "the one, or raise the other."
-        )
-    if context is not None and source.max_prompt_len is not None and source.max_prompt_len > context - 1:
-        yield (
-            f"{source.where}: max_prompt_len {source.max_prompt_len} leaves no room for a response in "
-            f"--rollout-max-context-len {context}; lower it."
-        )
+            "the "
+            "one, or raise the other.",
+        ),
+        (
+            context is not None and prompt is not None and prompt > context - 1,
+            f"{source.where}: max_prompt_len {prompt} leaves no room for a response in --rollout-max-context-len "
+            f"{context}; lower it.",
+        ),
+    )
 
 
 def _image_problems(args: Args, source: PromptSource) -> Iterator[str]:
-    if not source.multimodal_keys:
-        return
-    if not args.multimodal_keys:
-        yield (
+    kinds, known = source.multimodal_keys or {}, args.multimodal_keys or {}
+    others = ", ".join(kind for kind in kinds if kind not in known)
+    return sentences(
+        (
+            kinds and not known,
             f"{source.where}: multimodal_keys: the trainer builds a model that sees images with --multimodal-keys "
-            "alone; give it, too (data sets without images may have it)."
-        )
-    elif others := [kind for kind in source.multimodal_keys if kind not in args.multimodal_keys]:
-        kinds = ", ".join(others)
-        yield f"{source.where}: multimodal_keys: {kinds} is not in --multimodal-keys; add it, or leave it out."
+            "alone; "
+            "give it, too (data sets without images may have it).",
+        ),
+        (
+            known and others,
+            f"{source.where}: multimodal_keys: {others} is not in --multimodal-keys; add it, or leave it out.",
+        ),
+    )
 
 
 def _named(paths: Sequence[str]) -> list[tuple[str, str]]:

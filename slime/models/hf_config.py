@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slime.models.families import FAMILIES, family_of_config
 from slime.models.family import Family, resolved
 from slime.models.rope import missing_rope_features, rope_args, rope_numbers
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, refuse
 from slime.utils.model_shape import linear_attention_pattern
 from slime.weights.formats import quantization_config_of, weight_format_of
 from slime.weights.names import text_config
@@ -62,8 +62,7 @@ def model_args_from_hf(hf_config: Mapping[str, Any], takes_any: bool = False) ->
             "--model-args-from-hf."
         )
     hf = family.read(hf_config)
-    if problems := _number_problems(hf, family):
-        raise UsageError(problems)
+    refuse(_number_problems(hf, family))
     if problems := _underivable_features(hf, family):
         if takes_any:
             return _sizes_of_any(hf)
@@ -108,8 +107,7 @@ def _sizes(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sizes_of_any(hf: Mapping[str, Any]) -> dict[str, Any]:
-    if problems := _number_problems(hf, None):
-        raise UsageError(problems)
+    refuse(_number_problems(hf, None))
     return {
         **_sizes(hf),
         "swiglu": True,

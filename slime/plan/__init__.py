@@ -28,6 +28,7 @@ from slime.plan.layout import (
 from slime.plan.times import DEFAULT_GPU, DEVICES, Device, cpu_device
 from slime.plan.tower import Tower
 from slime.plan.trainer_memory import TrainerMemory, trainer_memory
+from slime.utils.errors import sentences
 from slime.utils.model_shape import ModelShape
 from slime.weights.formats import WeightFormat
 
@@ -225,25 +226,40 @@ def _host_memory(args: Args, slots: SlotLayout, trainers: list[TrainerMemory], e
 def _assumptions(
     args: Args, device: Device, batch: BatchPlan | None, engines: list[EngineMemory], facts: Facts
 ) -> list[str]:
-    found = [f"device {device.name} with {device.memory_bytes / 1e9:.0f} GB; rates: {device.source}"]
-    if batch is not None:
-        lengths = batch.lengths
-        if not (facts.data and facts.data.mean_prompt):
-            found.append(f"prompts of {lengths.mean_prompt} tokens: their lengths are not known")
-        if lengths.max_response:
-            found.append(
-                f"responses of {lengths.mean_response} tokens on average, {MEAN_SHARE:.0%} of the longest "
-                f"({lengths.max_response})"
-            )
-    if any(engine.is_fraction_assumed for engine in engines) and not device.is_shared:
-        found.append(f"--sglang-mem-fraction-static {engines[0].mem_fraction}, which SGLang chooses by itself")
-    if batch is not None and batch.image_tokens:
-        found.append(f"{batch.image_tokens} tokens of images in a micro-batch; times leave the tower out")
-    elif args.multimodal_keys and facts.tower:
-        found.append("no images: how large those of the prompts are is not known")
-    if args.lora_rank and not facts.adapted:
-        found.append("LoRA adapters on every linear layer: the model's family is not known")
-    if args.rollout_external_engine_addrs:
-        found.append("the engines of --rollout-external-engine-addrs run on GPUs that are not in the plan")
-    found.append("times and memory are estimates: reward functions, tools and fragmentation are not in them")
-    return found
+    lengths = batch and batch.lengths
+    return [
+        f"device {device.name} with {device.memory_bytes / 1e9:.0f} GB; rates: {device.source}",
+        *sentences(
+            (
+                lengths and not (facts.data and facts.data.mean_prompt),
+                f"prompts of {lengths and lengths.mean_prompt} tokens: their lengths are not known",
+            ),
+            (
+                lengths and lengths.max_response,
+                f"responses of {lengths and lengths.mean_response} tokens on average, {MEAN_SHARE:.0%} of the longest "
+                f"({lengths and lengths.max_response})",
+            ),
+            (
+                any(engine.is_fraction_assumed for engine in engines) and not device.is_shared,
+                f"--sglang-mem-fraction-static {engines[0].mem_fraction if engines else ''}, which SGLang chooses by "
+                "itself",
+            ),
+            (
+                batch and batch.image_tokens,
+                f"{batch and batch.image_tokens} tokens of images in a micro-batch; times leave the tower out",
+            ),
+            (
+                not (batch and batch.image_tokens) and args.multimodal_keys and facts.tower,
+                "no images: how large those of the prompts are is not known",
+            ),
+            (
+                args.lora_rank and not facts.adapted,
+                "LoRA adapters on every linear layer: the model's family is not known",
+            ),
+            (
+                args.rollout_external_engine_addrs,
+                "the engines of --rollout-external-engine-addrs run on GPUs that are not in the plan",
+            ),
+        ),
+        "times and memory are estimates: reward functions, tools and fragmentation are not in them",
+    ]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 
+from slime.utils.errors import sentences
+
 _REPEATED = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 _MOST = 10_000
 """Longest text of stages that is looked at; no model has as many layers."""
@@ -40,19 +42,27 @@ def text_problem(text: str, pp: int, *, num_layers: int, num_mtp_layers: int = 0
     except ValueError as error:
         return str(error)
     letters = "".join(stages)
-    if len(stages) % pp:
-        near = sorted({max(pp, len(stages) // pp * pp), -(-len(stages) // pp) * pp})
-        return (
-            f"it has {len(stages)} stages, which {pp} ranks cannot share equally; {' or '.join(map(str, near))} work"
-        )
-    if letters.count("E") != 1 or letters.count("L") != 1 or stages[0][:1] != "E" or stages[-1][-1:] != "L":
-        return "the first stage must begin with the embedding E and the last end with the output L, and have each once"
-    for letter, wanted, what in (("t", num_layers, "decoder layers"), ("m", num_mtp_layers, "prediction layers")):
-        if letters.count(letter) != wanted:
-            return f"it has {letters.count(letter)} {what} ({letter}), the model has {wanted}"
-    if "m" in letters and not re.fullmatch(r"E?t*m+L", stages[-1]):
-        return f"prediction layers (m) must stand right before the output L, in the last stage, which is {stages[-1]}"
-    return None
+    near = sorted({max(pp, len(stages) // pp * pp), -(-len(stages) // pp) * pp})
+    wanted = (("t", num_layers, "decoder layers"), ("m", num_mtp_layers, "prediction layers"))
+    problems = sentences(
+        (
+            len(stages) % pp,
+            f"it has {len(stages)} stages, which {pp} ranks cannot share equally; {' or '.join(map(str, near))} work",
+        ),
+        (
+            letters.count("E") != 1 or letters.count("L") != 1 or stages[0][:1] != "E" or stages[-1][-1:] != "L",
+            "the first stage must begin with the embedding E and the last end with the output L, and have each once",
+        ),
+        *(
+            (letters.count(one) != n, f"it has {letters.count(one)} {what} ({one}), the model has {n}")
+            for one, n, what in wanted
+        ),
+        (
+            "m" in letters and not re.fullmatch(r"E?t*m+L", stages[-1]),
+            f"prediction layers (m) must stand right before the output L, in the last stage, which is {stages[-1]}",
+        ),
+    )
+    return next(problems, None)
 
 
 def split_text(text: str, pp: int) -> list[list[int]]:

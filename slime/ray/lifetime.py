@@ -47,7 +47,7 @@ from slime.ray.supervisor import Supervisor
 from slime.ray.utils import MANAGER, get, progress_of
 from slime.rollout.sampling.weight_versions import SyncSchedule
 from slime.utils.accelerator import compile_cache
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, refuse
 from slime.utils.http.api_keys import command_line_without_secrets, use_keys
 from slime.utils.misc import url_host
 
@@ -251,8 +251,9 @@ class RunLifetime:
         if resumed_from >= 0 and not self.args.eval_only:
             left = f"going on at {first}" if first < self.plan.num_rollout else "it was the last: no rollout is left"
             logger.info("resumed from rollout %d; %s", resumed_from, left)
-        if problems := list(check_critic_only_steps(self.args, self.plan.num_rollout)):
-            raise UsageError(problems)  # where --num-epoch could not be counted before
+        refuse(
+            check_critic_only_steps(self.args, self.plan.num_rollout)
+        )  # where --num-epoch could not be counted before
         self._warn_of_no_profile(range(first, self.plan.num_rollout))
         if first > 0 and not self.args.eval_only:
             get(

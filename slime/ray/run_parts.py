@@ -27,7 +27,7 @@ from slime.ray.placement import connect_ray, create_placement, usable
 from slime.ray.rollout.manager import CONCURRENCY_GROUPS, LOAD_DEADLINE_S, RolloutManager
 from slime.ray.rollout.servers import MEMORY_DEADLINE_S
 from slime.ray.utils import ActorFailure, ActorLost, actor_env, get, on_this_node
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +114,8 @@ class RunParts:
         per_epoch = get(self.manager.count_rollouts_per_epoch.remote(), "the data source", LOAD_DEADLINE_S)
         if per_epoch:
             self.args = self.args.replace(num_rollout=self.args.num_epoch * per_epoch)
-        problems = [*check_schedule_length(self.args), *check_warmup(self.args)]
-        if problems and not self.args.debug_rollout_only:
-            raise UsageError(problems)
+        if not self.args.debug_rollout_only:
+            refuse([*check_schedule_length(self.args), *check_warmup(self.args)])
 
     def _start_trainers(self, beside: ray.ObjectRef) -> dict[str, Any]:
         self.args = settle_checkpoint(self.args)

@@ -11,6 +11,9 @@ import difflib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
+
+S = TypeVar("S", bound=str)
 
 
 class UsageError(ValueError):
@@ -23,6 +26,21 @@ class UsageError(ValueError):
     def __init__(self, messages: str | list[str]) -> None:
         self.messages = [messages] if isinstance(messages, str) else list(messages)
         super().__init__("\n".join(self.messages))
+
+
+def sentences(*rows: tuple[object, S]) -> Iterator[S]:
+    """Return the sentences of the rows whose condition holds, in order. All of them are made: none may fail to be."""
+    return (sentence for holds, sentence in rows if holds)
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise these sentences as one error, if there are any.
+
+    Raises:
+        UsageError: there are.
+    """
+    if messages := list(problems):
+        raise UsageError(messages)
 
 
 def exit_status(work: Callable[[], str]) -> int:

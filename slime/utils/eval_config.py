@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, refuse, sentences
 from slime.utils.files.yaml_config import LocatedYaml, load_yaml, validate
 
 if TYPE_CHECKING:
@@ -177,19 +177,25 @@ class EvalDatasetConfig(HookSettings, DatasetSettings):
     no_stop_trim: bool = True
 
     def __post_init__(self) -> None:
-        if not self.name or not self.path:
-            raise UsageError(f"an evaluation data set needs a name and a path, not {self.name!r} and {self.path!r}")
-        if self.n_samples_per_eval_prompt < 1:
-            raise UsageError(
-                f"evaluation data set {self.name}: n_samples_per_eval_prompt is {self.n_samples_per_eval_prompt}; "
-                "it must be at least 1"
-            )
         least, most = self.min_new_tokens, self.max_response_len
-        if least is not None and most is not None and least > most:
-            raise UsageError(
-                f"evaluation data set {self.name}: min_new_tokens {least} is more than max_response_len {most}; "
-                "lower it"
-            )
+        problems = sentences(
+            (
+                not self.name or not self.path,
+                f"an evaluation data set needs a name and a path, not {self.name!r} and {self.path!r}",
+            ),
+            (
+                self.n_samples_per_eval_prompt < 1,
+                f"evaluation data set {self.name}: n_samples_per_eval_prompt is {self.n_samples_per_eval_prompt}; it "
+                "must be "
+                "at least 1",
+            ),
+            (
+                least is not None and most is not None and least > most,
+                f"evaluation data set {self.name}: min_new_tokens {least} is more than max_response_len {most}; lower "
+                "it",
+            ),
+        )
+        refuse(problems)
 
     @property
     def cache_key(self) -> tuple[Any, ...]:

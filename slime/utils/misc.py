@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, refuse
 from slime.utils.http.network import given_address
 
 if TYPE_CHECKING:
@@ -364,8 +364,7 @@ def merged_settings(name: str, given: Any, defaults: Mapping[str, Any]) -> dict[
             )
         else:
             merged[key] = value
-    if problems:
-        raise UsageError(problems)
+    refuse(problems)
     return merged
 
 

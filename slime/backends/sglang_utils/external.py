@@ -22,7 +22,7 @@ from slime.backends.sglang_utils.engine_patches import DRAFTS_OFF
 from slime.backends.sglang_utils.server_control import Worker
 from slime.config.args import Args
 from slime.processes.wait import WaitTimeout
-from slime.utils.errors import HttpError, UsageError
+from slime.utils.errors import HttpError, UsageError, refuse
 from slime.utils.http.api_keys import protect, protect_engine
 from slime.weights.names import read_config
 from slime.weights.transports import transport_of
@@ -97,8 +97,7 @@ def discover_external_engines(
         except (HttpError, KeyError, TypeError, ValueError) as error:
             reason = str(error) if isinstance(error, HttpError) else f"its /server_info lacks {error}"
             problems.append(f"{FLAG} {address}: {reason}; start an SGLang server there first, or leave it out.")
-    if problems:
-        raise UsageError(problems)
+    refuse(problems)
     return found
 
 

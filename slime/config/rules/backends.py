@@ -20,7 +20,7 @@ from slime.config.megatron.value_checks import check_ranges
 from slime.config.problems import Problems, Rule, broken
 from slime.config.rules.batch import check_schedule_length, check_warmup
 from slime.models.families import FAMILIES, family_of_config
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, sentences
 from slime.weights.names import read_config, text_config
 
 FSDP = "--train-backend fsdp"
@@ -283,33 +283,48 @@ def _of_megatron(args: Args, explicit: Collection[str]) -> Iterator[str]:
 
 def unsupported_models(args: Args, config: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each part of a model whose result would not be exact."""
+    name, model_type = f"{FSDP}: model_type {config.get('model_type')!r} has", config.get("model_type")
+    scales = {key: config.get(key) for key, nothing in _SCALES.items() if config.get(key) not in (None, nothing)}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type"))
+    return sentences(
+        (
+            config.get("vision_config") and str(model_type).startswith("gemma3"),
+            f"{name} tokens of an image that attend to each other in both directions, which no packed attention here "
+            "does; train its text model (gemma3_text).",
+        ),
+        *_unsupported_layers(args, config, name),
+        (
+            model_type == "gpt_oss",
+            f"{name} attention sinks, which no --attn-implementation is compared with; use --train-backend megatron.",
+        ),
+        *((True, f"{name} {key} {n}, which is not built; use --train-backend megatron.") for key, n in scales.items()),
+        (
+            rope_type in ("dynamic", "longrope"),
+            f"{name} rope_type {rope_type}, whose angles depend on a pack's longest sample; use --train-backend "
+            "megatron.",
+        ),
+        (
+            config.get("quantization_config"),
+            f"{name} quantised weights, which {FSDP} does not sync; take the checkpoint in 16 bit.",
+        ),
+    )
+
+
+def _unsupported_layers(args: Args, config: Mapping[str, Any], name: str) -> Iterator[tuple[object, str]]:
     kinds = set(config.get("layer_types") or ())
     kinds |= {"sliding_attention"} if config.get("use_sliding_window") and config.get("sliding_window") else set()
-    name = f"{FSDP}: model_type {config.get('model_type')!r} has"
-    if config.get("vision_config") and str(config.get("model_type")).startswith("gemma3"):
-        yield (
-            f"{name} tokens of an image that attend to each other in both directions, which no packed attention here "
-            "does; train its text model (gemma3_text)."
-        )
     recurrent = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
-    if other := recurrent or {key for key in config if key.startswith(_RECURRENT)}:
-        yield (
-            f"{name} layers of {', '.join(sorted(other))}, whose state would pass from one packed sample to the next; "
-            "use --train-backend megatron."
-        )
-    if "chunked_attention" in kinds and args.attn_implementation == "slime_packed":
-        yield f"{name} chunked_attention, which --attn-implementation slime_packed has not; give sdpa."
-    if config.get("model_type") == "gpt_oss":
-        yield f"{name} attention sinks, which no --attn-implementation is compared with; use --train-backend megatron."
-    for key, nothing in _SCALES.items():
-        if config.get(key) not in (None, nothing):
-            yield f"{name} {key} {config[key]}, which is not built; use --train-backend megatron."
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type"))
-    if kind in ("dynamic", "longrope"):
-        yield f"{name} rope_type {kind}, whose angles depend on a pack's longest sample; use --train-backend megatron."
-    if config.get("quantization_config"):
-        yield f"{name} quantised weights, which {FSDP} does not sync; take the checkpoint in 16 bit."
+    other = recurrent or {key for key in config if key.startswith(_RECURRENT)}
+    yield (
+        other,
+        f"{name} layers of {', '.join(sorted(other))}, whose state would pass from one packed sample to the next; use "
+        "--train-backend megatron.",
+    )
+    yield (
+        "chunked_attention" in kinds and args.attn_implementation == "slime_packed",
+        f"{name} chunked_attention, which --attn-implementation slime_packed has not; give sdpa.",
+    )
 
 
 def foreign_checkpoints(args: Args) -> Iterator[str]:

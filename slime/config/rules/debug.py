@@ -17,6 +17,7 @@ from slime.config.args import Args
 from slime.config.derive import keeps_requests_in_flight
 from slime.config.problems import Check, Rule, WithoutEffect, each, for_each, plain_option, where
 from slime.utils.dp_schedule import total_train_steps
+from slime.utils.errors import sentences
 
 _ID = ("rollout_id",)
 _NORM = ("role", "rollout_id", "step_id")
@@ -177,23 +178,27 @@ def check_ahead(args: Args, *, because: str) -> Iterable[str]:
         args: parsed flags.
         because: what generates ahead.
     """
-    if not args.deterministic or args.save is None:
-        return
-    if args.update_weights_interval > 1:
-        yield (
+    given = {
+        "--exit-signal-handler": args.exit_signal_handler,
+        "--exit-duration-in-mins": args.exit_duration_in_mins is not None,
+    }
+    can_go_on = args.deterministic and args.save is not None
+    return sentences(
+        (
+            can_go_on and args.update_weights_interval > 1,
             f"--deterministic with {because} and --save needs --update-weights-interval 1, not "
             f"{args.update_weights_interval}: a run that is resumed begins with the weights of its checkpoint, which "
-            "engines of the run before did not have yet."
-        )
-    for flag, is_set in (
-        ("--exit-signal-handler", args.exit_signal_handler),
-        ("--exit-duration-in-mins", args.exit_duration_in_mins is not None),
-    ):
-        if is_set:
-            yield (
+            "engines of the run before did not have yet.",
+        ),
+        *(
+            (
+                can_go_on and is_given,
                 f"--deterministic with {because} does not go with {flag}: it saves a rollout behind which others are "
-                "begun already, and a resumed run begins them with newer weights; leave one of the two out."
+                "begun already, and a resumed run begins them with newer weights; leave one of the two out.",
             )
+            for flag, is_given in given.items()
+        ),
+    )
 
 
 _DEPENDS = "what it takes depends on which samples end first, and cannot be repeated; leave one of the two out."

@@ -22,6 +22,7 @@ from slime.config.problems import Check, Effect, NoEffect, Problems, Rule, broke
 from slime.config.rules import batch, debug, devices, generation, losses
 from slime.config.rules.devices import no_engines_flag
 from slime.plugins import Table
+from slime.utils.errors import sentences
 from slime.utils.eval_config import sources_of
 from slime.weights.transports import TRANSPORTS
 
@@ -273,15 +274,14 @@ def collect(args: Args, explicit: set[str], fields: Fields) -> Problems:
 def check_range(args: Args, explicit: set[str], fields: Fields) -> Iterable[str]:
     """Every given number is finite, and neither smaller nor larger than makes sense."""
     for field in fields:
-        value, least, most = vars(args)[field.name], field.metadata["at_least"], field.metadata["at_most"]
-        if field.name not in explicit or value is None:
-            continue
-        if isinstance(value, float) and not math.isfinite(value):
-            yield f"{option_name(field)} {value} is no finite number."
-        if least is not None and value < least:
-            yield f"{option_name(field)} {value} must be at least {least}."
-        if most is not None and value > most:
-            yield f"{option_name(field)} {value} must be at most {most}."
+        option, value = option_name(field), vars(args)[field.name]
+        least, most = field.metadata["at_least"], field.metadata["at_most"]
+        if field.name in explicit and value is not None:
+            yield from sentences(
+                (isinstance(value, float) and not math.isfinite(value), f"{option} {value} is no finite number."),
+                (least is not None and value < least, f"{option} {value} must be at least {least}."),
+                (most is not None and value > most, f"{option} {value} must be at most {most}."),
+            )
 
 
 def _trains_policy(args: Args) -> bool:

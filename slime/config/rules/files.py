@@ -20,7 +20,7 @@ from slime.checkpoints.paths import classify_checkpoint
 from slime.config.args import Args
 from slime.config.problems import Rule
 from slime.utils.data import check_data_file, parse_slice, read_file
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, sentences
 from slime.utils.eval_config import DatasetSettings, PromptSource
 from slime.utils.files.streams import check_first_row, is_stream
 from slime.utils.misc import try_to_load
@@ -59,16 +59,19 @@ def read_hf_config(path: str | None) -> tuple[dict[str, Any] | None, list[str]]:
 def check_hf_files(path: str, *, needs_weights: bool) -> Iterable[str]:
     """An HF directory with a config has a tokenizer, and weights where they are read."""
     root = Path(path)
-    if not any((root / name).is_file() for name in _TOKENIZER_FILES):
-        yield (
+    return sentences(
+        (
+            not any((root / name).is_file() for name in _TOKENIZER_FILES),
             f"--hf-checkpoint {path} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy the model's "
-            "tokenizer files there."
-        )
-    if needs_weights and not any(any(root.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
-        yield (
+            "tokenizer "
+            "files there.",
+        ),
+        (
+            needs_weights and not any(any(root.glob(pattern)) for pattern in _WEIGHT_PATTERNS),
             f"--hf-checkpoint {path} has no weights (no {' or '.join(_WEIGHT_PATTERNS[:2])}), which the engines start "
-            "from."
-        )
+            "from.",
+        ),
+    )
 
 
 def check_checkpoints(

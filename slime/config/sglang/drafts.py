@@ -15,6 +15,7 @@ from slime.config.args import Args
 from slime.config.problems import NoEffect
 from slime.config.sglang.served_models import names_of_tensors
 from slime.utils.accelerator import is_built_for_amd
+from slime.utils.errors import sentences
 from slime.weights.names import read_config, text_config
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def draft_problems(args: Args, models: Sequence[ModelPlan], hf_config: Mapping[s
 
 
 def _problems_of_drafts(args: Args, kind: _Drafting) -> Iterator[str]:
-    settings, algorithm, flag = kind.settings, kind.algorithm, kind.flag
+    settings, algorithm, flag, path = kind.settings, kind.algorithm, kind.flag, kind.head_path
     if algorithm is None:
         lone = [name for name in settings if name.startswith("speculative_") and name != "speculative_algorithm"]
         if lone:
@@ -123,36 +124,53 @@ def _problems_of_drafts(args: Args, kind: _Drafting) -> Iterator[str]:
     if algorithm not in {*SEPARATE, *WITHOUT_MODEL}:
         yield f"{flag} is not supported here; take one of {', '.join([*SEPARATE, *WITHOUT_MODEL])}."
         return
-    if args.accelerator == "cpu" or is_built_for_amd():
-        yield (
+    yield from sentences(
+        (
+            args.accelerator == "cpu" or is_built_for_amd(),
             f"{flag} needs an NVIDIA GPU: elsewhere SGLang (0.5.17) takes the likeliest token where it verifies "
-            "drafts, instead of sampling; leave it out."
-        )
-    if args.deterministic and kind.where:  # the flag itself is refused elsewhere
-        yield f"{flag} does not go with --deterministic: drafts are not sampled with the seeds of the samples."
-    path = kind.head_path
-    if path is not None and algorithm in SEPARATE and not Path(path, "config.json").is_file():
-        yield (
+            "drafts, "
+            "instead of sampling; leave it out.",
+        ),
+        (
+            args.deterministic and kind.where,  # the flag itself is refused elsewhere
+            f"{flag} does not go with --deterministic: drafts are not sampled with the seeds of the samples.",
+        ),
+        (
+            path is not None and algorithm in SEPARATE and not Path(path, "config.json").is_file(),
             f"{kind.where}--sglang-speculative-draft-model-path {path} has no config.json; give the directory of a "
-            "draft model."
-        )
+            "draft "
+            "model.",
+        ),
+        (
+            path is None and algorithm in SEPARATE and algorithm not in OWN_LAYER,
+            f"{flag} drafts with a model of its own; give its directory as --sglang-speculative-draft-model-path.",
+        ),
+    )
     if path is None and algorithm in OWN_LAYER:
         yield from _own_layer_problems(args, kind)
-    elif path is None and algorithm in SEPARATE:
-        yield f"{flag} drafts with a model of its own; give its directory as --sglang-speculative-draft-model-path."
-    if settings.get("speculative_token_map"):
-        yield (
-            f"{kind.where}--sglang-speculative-token-map {settings['speculative_token_map']}: the draft would keep a "
-            "copy of the output layer that no weight sync changes; leave it out."
-        )
-    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
-        if settings.get(name, 1.0) != 1.0:
-            yield (
-                f"{kind.where}--sglang-{name.replace('_', '-')} {settings[name]:g} accepts drafts that the policy "
-                "would not have sampled, and their log-probs are not those of what was sampled; leave it out."
+    token_map = settings.get("speculative_token_map")
+    loose = {
+        f"--sglang-{name.replace('_', '-')}": settings.get(name, 1.0)
+        for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+    }
+    yield from sentences(
+        (
+            token_map,
+            f"{kind.where}--sglang-speculative-token-map {token_map}: the draft would keep a copy of the output layer "
+            "that "
+            "no weight sync changes; leave it out.",
+        ),
+        *(
+            (
+                share != 1.0,
+                f"{kind.where}{option} {share:g} accepts drafts that the policy would not have sampled, and their "
+                "log-probs "
+                "are not those of what was sampled; leave it out.",
             )
-    if args.spec_auto_off:
-        yield from _auto_off_problems(args, kind)
+            for option, share in loose.items()
+        ),
+        *((args.spec_auto_off, sentence) for sentence in _auto_off_problems(args, kind)),
+    )
 
 
 def _own_layer_problems(args: Args, kind: _Drafting) -> Iterator[str]:
@@ -190,16 +208,19 @@ NOT_WITH_AUTO_OFF = (
 
 def _auto_off_problems(args: Args, kind: _Drafting) -> Iterator[str]:
     """What SGLang needs to stop drafting while it runs."""
-    settings = kind.settings
-    why = [f"--sglang-{name.replace('_', '-')}" for name in NOT_WITH_AUTO_OFF if settings.get(name)]
-    if kind.algorithm not in ("EAGLE", "NEXTN", "EAGLE3"):
-        why.append(f"{_DRAFT} {kind.algorithm}")
-    if settings.get("speculative_eagle_topk", 1) != 1:
-        why.append(f"--sglang-speculative-eagle-topk {settings['speculative_eagle_topk']}")
-    if args.rollout_external:
-        why.append("--rollout-external-engine-addrs")
-    if why:
-        yield (
+    settings, topk = kind.settings, kind.settings.get("speculative_eagle_topk", 1)
+    why = [
+        *(f"--sglang-{name.replace('_', '-')}" for name in NOT_WITH_AUTO_OFF if settings.get(name)),
+        *sentences(
+            (kind.algorithm not in ("EAGLE", "NEXTN", "EAGLE3"), f"{_DRAFT} {kind.algorithm}"),
+            (topk != 1, f"--sglang-speculative-eagle-topk {topk}"),
+            (args.rollout_external, "--rollout-external-engine-addrs"),
+        ),
+    ]
+    return sentences(
+        (
+            why,
             f"{kind.where}--spec-auto-off does not go with {' and '.join(why)}: SGLang stops drafting at run time for "
-            "EAGLE, NEXTN and EAGLE3 with one draft at a time, in engines of this run; leave one of the two out."
+            "EAGLE, NEXTN and EAGLE3 with one draft at a time, in engines of this run; leave one of the two out.",
         )
+    )

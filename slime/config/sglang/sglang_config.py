@@ -24,7 +24,7 @@ from slime.config.custom_config import FlagReader, read_flag
 from slime.config.parser import Parser
 from slime.config.problems import NoEffect, Problems, read_file
 from slime.config.sglang.options import OTHER_NAMES, OWNED, PREFIX, missing_packages, table_of
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, refuse, sentences
 from slime.utils.files.yaml_config import KeyPath, LocatedYaml, load_yaml, validate
 from slime.utils.misc import needed
 
@@ -188,8 +188,7 @@ def _read(path: str) -> tuple[SglangConfig, LocatedYaml]:
         sentence for number in range(len(config.models)) for sentence in _model_problems(config, number, located)
     ]
     problems += _read_overrides(config, located)
-    if problems:
-        raise UsageError(problems)
+    refuse(problems)
     return config, located
 
 
@@ -204,16 +203,26 @@ def _groups_of(config: SglangConfig, located: LocatedYaml) -> Iterator[tuple[Key
 def _model_problems(config: SglangConfig, number: int, located: LocatedYaml) -> Iterator[str]:
     """What is wrong with the groups of one model as a whole."""
     model, where = config.models[number], ("sglang", number)
-    if model.name in [other.name for other in config.models[:number]]:
-        yield located.sentence((*where, "name"), f"the name {model.name!r} is there twice; each model has a router.")
-    if model.has("prefill") != model.has("decode"):
-        there, missing = ("prefill", "decode") if model.has("prefill") else ("decode", "prefill")
-        yield located.sentence(where, f"{there} groups need a {missing} group too.")
-    if model.has_encoder_disaggregation and not model.has("regular", "prefill"):
-        yield located.sentence(where, "encoder groups need a regular or prefill group that uses them.")
+    there, missing = ("prefill", "decode") if model.has("prefill") else ("decode", "prefill")
     groups = [group for other in config.models for group in other.server_groups]
-    if groups and all(group.worker_type == "placeholder" for group in groups):
-        yield located.sentence(where, "there are only placeholders, so no engine.")
+    return sentences(
+        (
+            model.name in [other.name for other in config.models[:number]],
+            located.sentence((*where, "name"), f"the name {model.name!r} is there twice; each model has a router."),
+        ),
+        (
+            model.has("prefill") != model.has("decode"),
+            located.sentence(where, f"{there} groups need a {missing} group too."),
+        ),
+        (
+            model.has_encoder_disaggregation and not model.has("regular", "prefill"),
+            located.sentence(where, "encoder groups need a regular or prefill group that uses them."),
+        ),
+        (
+            groups and all(group.worker_type == "placeholder" for group in groups),
+            located.sentence(where, "there are only placeholders, so no engine."),
+        ),
+    )
 
 
 def _read_overrides(config: SglangConfig, located: LocatedYaml) -> list[str]:

@@ -20,6 +20,7 @@ from slime.config.sglang.served_models import quantization_problems, shape_probl
 from slime.config.sglang.sglang_config import SglangConfig, WorkerType, read_topology
 from slime.models.families import family_of_config
 from slime.plan.layout import slot_layout
+from slime.utils.errors import sentences
 from slime.weights.names import read_config
 from slime.weights.transports import transport_of
 
@@ -193,50 +194,58 @@ def _adapter_problems(args: Args, models: list[ModelPlan]) -> Iterator[str]:
 
 def _reward_problems(args: Args, config: SglangConfig | None) -> Problems:
     """The managed reward model: where it comes from, and which slots it takes."""
-    path, problems = args.reward_model_path, Problems()
+    path, num_gpus = args.reward_model_path, args.reward_model_num_gpus
     if path is None:
-        return problems
-    if not os.path.isfile(f"{path}/config.json"):
-        problems.environment.append(f"--reward-model-path {path} is no HF directory: it has no config.json.")
-    declared = [model for model in config.models if model.name == REWARD_MODEL] if config else []
-    if declared and declared[0].model_path != path:
-        problems.wrong.append(
-            f"--reward-model-path {path} is another model than {declared[0].model_path}, the model named "
-            f"{REWARD_MODEL!r} of --sglang-config; name one."
-        )
-    if declared and args.reward_model_num_gpus is not None:
-        problems.wrong.append(
-            f"--reward-model-num-gpus {args.reward_model_num_gpus} contradicts --sglang-config, which says where the "
-            f"model named {REWARD_MODEL!r} runs; leave it out."
-        )
-    if not declared and args.reward_model_num_gpus is None:
-        problems.wrong.append(
-            f"--reward-model-path {path} needs --reward-model-num-gpus, the GPUs (slots) of its engines, one each."
-        )
-    return problems
+        return Problems()
+    declared = next((model for model in config.models if model.name == REWARD_MODEL), None) if config else None
+    other = declared.model_path if declared else path
+    missing = (
+        not os.path.isfile(f"{path}/config.json"),
+        f"--reward-model-path {path} is no HF directory: it has no config.json.",
+    )
+    wrong = sentences(
+        (
+            other != path,
+            f"--reward-model-path {path} is another model than {other}, the model named {REWARD_MODEL!r} of "
+            "--sglang-config; name one.",
+        ),
+        (
+            declared and num_gpus is not None,
+            f"--reward-model-num-gpus {num_gpus} contradicts --sglang-config, which says where the model named "
+            f"{REWARD_MODEL!r} runs; leave it out.",
+        ),
+        (
+            not declared and num_gpus is None,
+            f"--reward-model-path {path} needs --reward-model-num-gpus, the GPUs (slots) of its engines, one each.",
+        ),
+    )
+    return Problems(wrong=[*wrong], environment=[*sentences(missing)])
 
 
 def _cpu_problems(args: Args, models: list[ModelPlan]) -> Iterator[str]:
     """What needs GPUs."""
     for model in models:
-        if model.has_pd_disaggregation:
-            yield (
-                f"model {model.name}: prefill and decode engines hand over their KV cache between GPUs (mooncake, "
-                "nixl), which --accelerator cpu cannot do; use regular engines there (no --prefill-num-servers)."
-            )
-        if any(group.worker_type == "encoder" for group in model.groups):
-            yield (
-                f"model {model.name}: encoder engines process images on GPUs, which --accelerator cpu cannot do; use "
-                "regular engines there."
-            )
         config = read_config(model.model_path or "")
         family = family_of_config(config.get("text_config") or config)
-        if model.groups and family and family.needs_gpu:
-            yield (
+        yield from sentences(
+            (
+                model.has_pd_disaggregation,
+                f"model {model.name}: prefill and decode engines hand over their KV cache between GPUs (mooncake, "
+                "nixl), "
+                "which --accelerator cpu cannot do; use regular engines there (no --prefill-num-servers).",
+            ),
+            (
+                any(group.worker_type == "encoder" for group in model.groups),
+                f"model {model.name}: encoder engines process images on GPUs, which --accelerator cpu cannot do; use "
+                "regular engines there.",
+            ),
+            (
+                model.groups and family and family.needs_gpu,
                 f"model {model.name}: --accelerator cpu cannot serve {model.model_path} (model_type "
-                f"{family.model_type!r}), for {family.needs_gpu}; use a GPU, or train without engines "
-                "(--debug-train-only, as SFT does)."
-            )
+                f"{family and family.model_type!r}), for {family and family.needs_gpu}; use a GPU, or train without "
+                "engines (--debug-train-only, as SFT does).",
+            ),
+        )
 
 
 def _stage_problems(args: Args, models: list[ModelPlan]) -> Iterator[str]:

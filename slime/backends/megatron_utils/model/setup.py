@@ -40,7 +40,7 @@ from slime.config.megatron.precision.int4_plan import Int4Training
 from slime.config.rules.batch import check_schedule_length, check_warmup
 from slime.utils import accelerator
 from slime.utils.dp_schedule import decay_steps, total_train_steps, warmup_steps
-from slime.utils.errors import UsageError, nearest
+from slime.utils.errors import nearest, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +145,7 @@ def make_scheduler(args: Args, optimizer: MegatronOptimizer) -> OptimizerParamSc
         UsageError: a decay whose length is unknown, or into which the warm-up does not fit.
     """
     # A command line is refused for the same before anything starts, its actor's flags and a critic's entry.
-    if problems := [*check_schedule_length(args), *check_warmup(args)]:
-        raise UsageError(problems)
+    refuse([*check_schedule_length(args), *check_warmup(args)])
     total, decay, warmup = total_train_steps(args), decay_steps(args), warmup_steps(args)
     # Megatron asserts that a warm-up is shorter than the decay, also where nothing decays
     decay = max(decay or 1, int(warmup) + 1)
@@ -283,8 +282,7 @@ def _check(option: str, patterns: Sequence[str], names: Collection[str], *, any_
     ]
     if not problems and not any_is_trained:
         problems.append(f"{option} {' '.join(patterns)} freezes every parameter: nothing is left to train.")
-    if problems:
-        raise UsageError(problems)
+    refuse(problems)
 
 
 def _matches_only(pattern: str, other: str, names: Iterable[str]) -> bool:

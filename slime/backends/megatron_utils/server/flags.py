@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.args import Args
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, refuse
 
 TRAINER_DEFAULTS: dict[str, Any] = {
     "actor_num_nodes": 1,
@@ -190,9 +190,7 @@ def parse_server_args(argv: Sequence[str] | None, world_size: int) -> ServerArgs
             f"--tensor-model-parallel-size {args.tensor_model_parallel_size} with {world_size} processes: a server is "
             "one copy of the model, split over tensor-parallel ranks; start one server per copy."
         )
-    if problems:
-        raise UsageError(problems)
+    refuse(problems)
     set_default_megatron_args(args)
-    if args.load is not None and (differences := model_differences(args, "--load", args.load, args.ckpt_step)):
-        raise UsageError(differences)
+    refuse(model_differences(args, "--load", args.load, args.ckpt_step) if args.load is not None else ())
     return args

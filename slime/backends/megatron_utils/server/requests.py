@@ -24,7 +24,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from slime.utils.distributed_utils import get_gloo_group
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, refuse, sentences
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.server.scoring import Scorer
@@ -70,19 +70,25 @@ class GenerateBody(BaseModel):
     @model_validator(mode="after")
     def _agree(self) -> GenerateBody:
         given = {name for name in ("response_length", "logprob_start_len") if getattr(self, name) is not None}
-        if len(given) == 2:
-            raise ValueError("response_length and logprob_start_len say the same; give one")
-        if self.token_ids_logprob is not None and self.label_token_ids is not None:
-            raise ValueError("token_ids_logprob and label_token_ids exclude each other")
-        if self.stream:
-            raise ValueError("stream is not supported: an answer comes in one piece")
-        length = len(self.input_ids)
-        if not 0 <= self.start < length - 1:
-            raise ValueError(f"{' and '.join(given)}: of {length} input_ids, 1 to {length - 1} can be scored")
-        if self.label_token_ids is not None and len(self.label_token_ids) != self.num_scored:
-            raise ValueError(
-                f"label_token_ids has {len(self.label_token_ids)} lists for {self.num_scored} scored tokens"
-            )
+        length, labels = len(self.input_ids), self.label_token_ids
+        problems = sentences(
+            (len(given) == 2, "response_length and logprob_start_len say the same; give one"),
+            (
+                self.token_ids_logprob is not None and labels is not None,
+                "token_ids_logprob and label_token_ids exclude each other",
+            ),
+            (self.stream, "stream is not supported: an answer comes in one piece"),
+            (
+                not 0 <= self.start < length - 1,
+                f"{' and '.join(given)}: of {length} input_ids, 1 to {length - 1} can be scored",
+            ),
+            (
+                labels is not None and len(labels) != self.num_scored,
+                f"label_token_ids has {len(labels or ())} lists for {self.num_scored} scored tokens",
+            ),
+        )
+        if problem := next(problems, None):
+            raise ValueError(problem)
         return self
 
     @property
@@ -138,13 +144,20 @@ def check_request(body: GenerateBody, *, vocab_size: int, max_length: int) -> No
     Raises:
         UsageError: it has not.
     """
-    if max_length and len(body.input_ids) > max_length:
-        raise UsageError(f"input_ids has {len(body.input_ids)} tokens; --megatron-server-max-length is {max_length}")
     largest = max(max(ids, default=0) for ids in (body.input_ids, *(body.labels or ())))
-    if largest >= vocab_size:
-        raise UsageError(f"token id {largest} is not in the teacher's vocabulary of {vocab_size}")
-    if body.top_logprobs_num > vocab_size:
-        raise UsageError(f"top_logprobs_num {body.top_logprobs_num} exceeds the vocabulary of {vocab_size}")
+    refuse(
+        sentences(
+            (
+                max_length and len(body.input_ids) > max_length,
+                f"input_ids has {len(body.input_ids)} tokens; --megatron-server-max-length is {max_length}",
+            ),
+            (largest >= vocab_size, f"token id {largest} is not in the teacher's vocabulary of {vocab_size}"),
+            (
+                body.top_logprobs_num > vocab_size,
+                f"top_logprobs_num {body.top_logprobs_num} exceeds the vocabulary of {vocab_size}",
+            ),
+        )
+    )
 
 
 def answer_of(body: GenerateBody, score: Score, *, weight_version: str, latency_s: float) -> dict[str, Any]:

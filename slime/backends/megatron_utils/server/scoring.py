@@ -25,7 +25,7 @@ from slime.config.megatron.arguments import model_differences
 from slime.utils import accelerator
 from slime.utils.accelerator.tensor_backper import TensorBackuper
 from slime.utils.distributed_utils import get_gloo_group
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, refuse
 from slime.utils.misc import attempt
 
 _BEFORE = "before the update"
@@ -52,8 +52,7 @@ class Scorer:
         """
         if classify_checkpoint(path) is None:
             raise UsageError(f"{path} is no checkpoint: neither a Megatron root nor an HF directory.")
-        if problems := model_differences(self.args, "model_path", path, step):
-            raise UsageError(problems)
+        refuse(model_differences(self.args, "model_path", path, step))
         self._weights.backup(_BEFORE)
         _, failure = attempt(self._load, path, step)  # the other ranks must hear of it, and the old weights come back
         error = (str(failure) or repr(failure)) if failure else None
