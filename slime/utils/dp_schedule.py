@@ -24,11 +24,12 @@ Example:
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from slime.utils.flops_utils import calculate_fwd_flops
 from slime.utils.misc import needed
@@ -275,85 +276,40 @@ def get_seqlen_balanced_partitions(
         raise ValueError(f"cannot split {num_items} items into {k_partitions} partitions of equal size")
     items = sorted(range(num_items), key=lambda i: (seqlen_list[i], i))
     width = k_partitions if equal_size else 1
-    states = [_State(items[start : start + width], seqlen_list, k_partitions) for start in range(0, num_items, width)]
-    heap = [(-state.spread(), order, state) for order, state in enumerate(states)]
+    groups: list[_Group] = [(-seqlen_list[i], i, [i]) for i in items]
+    states = [sorted(groups[start : start + width]) for start in range(0, num_items, width)]
+    heap = [(-_spread(state, k_partitions), order, state) for order, state in enumerate(states)]
     heapq.heapify(heap)
-    order = len(states)
-    while len(heap) > 1:
-        merged = heapq.heappop(heap)[2].merge(heapq.heappop(heap)[2])
-        heapq.heappush(heap, (-merged.spread(), order, merged))
-        order += 1
-    return sorted(heap[0][2].partitions())
+    for order in range(len(states), 2 * len(states) - 1):
+        merged = _merged(heapq.heappop(heap)[2], heapq.heappop(heap)[2], k_partitions)
+        heapq.heappush(heap, (-_spread(merged, k_partitions), order, merged))
+    return sorted(sorted(members) for _, _, members in heap[0][2])
 
 
-class _Group(NamedTuple):
-    weight: float
-    first: int
-    """The item that names the group; of two groups of one weight the one with the smaller name counts as heavier."""
-    members: Any
-    """An item, or a pair of members."""
+# (minus its weight, the item that names it, its items); of two groups of one weight the one with the smaller name is
+# heavier
+_Group = tuple[float, int, list[int]]
+# k groups, the heaviest first, of which the empty ones are not stored: n states would otherwise take n x k
+_State = list[_Group]
 
 
-class _State:
-    """k groups, of which the empty ones are not stored: n states would otherwise take n x k."""
-
-    def __init__(self, items: list[int], weights: Sequence[float], k: int) -> None:
-        self._k = k
-        self._groups: dict[int, _Group] = {}
-        # A group that was taken out stays in the two heaps until it comes to the top.
-        self._heaviest: list[tuple[float, int]] = []
-        self._lightest: list[tuple[float, int]] = []
-        for item in items:
-            self._put(_Group(weights[item], item, item))
-
-    def spread(self) -> float:
-        """Weight of the heaviest group minus that of the lightest."""
-        while not self._holds(-self._heaviest[0][0], self._heaviest[0][1]):
-            heapq.heappop(self._heaviest)
-        lightest = 0 if len(self._groups) < self._k else self._find_lightest().weight
-        return -self._heaviest[0][0] - lightest
-
-    def merge(self, other: _State) -> _State:
-        """The heaviest group of one joins the lightest of the other; the state of fewer groups is taken apart."""
-        is_larger = len(self._groups) >= len(other._groups)
-        large, small = (self, other) if is_larger else (other, self)
-        num_empty = self._k - len(large._groups)
-        joined = []
-        for number, group in enumerate(sorted(small._groups.values(), key=lambda g: (-g.weight, g.first))):
-            if number >= num_empty:
-                lightest = large._find_lightest()
-                del large._groups[lightest.first]
-                a, b = (lightest, group) if is_larger else (group, lightest)
-                group = _Group(a.weight + b.weight, a.first, (a.members, b.members))
-            joined.append(group)
-        for group in joined:
-            large._put(group)
-        return large
-
-    def partitions(self) -> list[list[int]]:
-        """The items of each group, in rising order."""
-        return [sorted(_items(group.members)) for group in self._groups.values()]
-
-    def _put(self, group: _Group) -> None:
-        self._groups[group.first] = group
-        heapq.heappush(self._heaviest, (-group.weight, group.first))
-        heapq.heappush(self._lightest, (group.weight, -group.first))
-
-    def _holds(self, weight: float, first: int) -> bool:
-        return first in self._groups and self._groups[first].weight == weight
-
-    def _find_lightest(self) -> _Group:
-        while not self._holds(self._lightest[0][0], -self._lightest[0][1]):
-            heapq.heappop(self._lightest)
-        return self._groups[-self._lightest[0][1]]
+def _spread(state: _State, k: int) -> float:
+    """Weight of the heaviest group minus that of the lightest."""
+    return (state[-1][0] if len(state) == k else 0) - state[0][0]
 
 
-def _items(members: Any) -> list[int]:
-    found, left = [], [members]
-    while left:
-        top = left.pop()
-        if isinstance(top, tuple):
-            left += top
-        else:
-            found.append(top)
-    return found
+def _merged(one: _State, other: _State, k: int) -> _State:
+    """The heaviest group of one joins the lightest of the other; the state of fewer groups is taken apart."""
+    is_larger, joined = len(one) >= len(other), []
+    large, small = (one, other) if is_larger else (other, one)
+    num_empty = k - len(large)
+    for number, group in enumerate(small):
+        if number >= num_empty:
+            lightest = large.pop()
+            more, fewer = sorted((lightest[2], group[2]), key=len, reverse=True)
+            more += fewer
+            group = (lightest[0] + group[0], (lightest if is_larger else group)[1], more)
+        joined.append(group)
+    for group in joined:
+        bisect.insort(large, group)
+    return large
