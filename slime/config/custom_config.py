@@ -90,17 +90,14 @@ def read_flag(found: Found, value: Any) -> dict[str, Any]:
         return {action.dest: None}
     if action.nargs == 0:
         return _read_switch(found, value)
+    takes_one = action.nargs is None and not isinstance(action, argparse._AppendAction)
+    given = [_read_one(action, item) for item in (value if isinstance(value, list) and not takes_one else [value])]
+    if action.nargs is not None:
+        _check_count(action, len(given))
+        given = given if action.nargs == argparse.OPTIONAL else [given]
     namespace = argparse.Namespace()
-    if action.nargs is None and not isinstance(action, argparse._AppendAction):
-        _run(found, namespace, _read_one(action, value))
-        return vars(namespace)
-    given = [_read_one(action, item) for item in (value if isinstance(value, list) else [value])]
-    if action.nargs is None:  # given several times
-        for item in given:
-            _run(found, namespace, item)
-        return vars(namespace)
-    _check_count(action, len(given))
-    _run(found, namespace, given[0] if action.nargs == argparse.OPTIONAL else given)
+    for item in given:  # one, or as many as the flag is given times
+        _run(found, namespace, item)
     return vars(namespace)
 
 

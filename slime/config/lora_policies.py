@@ -7,8 +7,9 @@ is the flags'. All of them are generated together by the same engines: a sample 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from slime.config.args import Args
 from slime.config.problems import Check, Problems, Rule, broken, for_each, plain_option, read_file
@@ -28,8 +29,7 @@ USUAL_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 _NAME = r"[A-Za-z0-9_-]+"
 
 
-@dataclass(frozen=True)
-class LoraPolicy:
+class LoraPolicy(BaseModel):
     """One of the policies of a run; None is what the flag says.
 
     Attributes:
@@ -41,12 +41,14 @@ class LoraPolicy:
         lr: its learning rate (--lr).
     """
 
-    name: str
-    data: str | None = None
-    reward: str | None = None
-    rank: int | None = None
-    alpha: float | None = None
-    lr: float | None = None
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    name: Annotated[str, Field(pattern=f"^{_NAME}$")]
+    data: Annotated[str, Field(min_length=1)] | None = None
+    reward: Annotated[str, Field(min_length=1)] | None = None
+    rank: Annotated[int, Field(ge=1)] | None = None
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    lr: Annotated[float, Field(ge=0)] | None = None
 
     @property
     def reward_path(self) -> str | None:
@@ -63,6 +65,12 @@ class LoraPolicy:
         return alone.replace(prompt_sources=prompt_sources(alone)) if self.data else alone
 
 
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    policies: Annotated[list[LoraPolicy], Field(min_length=1)]
+
+
 def policies_of(args: Args) -> Sequence[LoraPolicy]:
     """The policies of a run, in the order in which they are trained; none where there is one, which has no name."""
     return vars(args).get("policies") or ()
@@ -75,23 +83,7 @@ def read_policies(path: str) -> list[LoraPolicy]:
         FileUnusable: it is not there or cannot be read.
         UsageError: with one sentence and line per problem.
     """
-    from pydantic import BaseModel, ConfigDict, Field
-
-    class Entry(BaseModel):
-        model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-        name: Annotated[str, Field(pattern=f"^{_NAME}$")]
-        data: Annotated[str, Field(min_length=1)] | None = None
-        reward: Annotated[str, Field(min_length=1)] | None = None
-        rank: Annotated[int, Field(ge=1)] | None = None
-        alpha: Annotated[float, Field(gt=0)] | None = None
-        lr: Annotated[float, Field(ge=0)] | None = None
-
-    class File(BaseModel):
-        model_config = ConfigDict(extra="forbid", strict=True)
-        policies: Annotated[list[Entry], Field(min_length=1)]
-
-    file = validate(File, load_yaml(path, FLAG))
-    return [LoraPolicy(**entry.model_dump()) for entry in file.policies]
+    return validate(_File, load_yaml(path, FLAG)).policies
 
 
 def policy_values(args: Args, problems: Problems) -> dict[str, Any]:
@@ -173,8 +165,7 @@ def _wrong_entries(args: Args) -> Iterator[str]:
             (
                 policy.rank is not None and args.lora_rank is not None and policy.rank > args.lora_rank,
                 f"{where}: rank {policy.rank} is over --lora-rank {args.lora_rank}, the room of every policy; raise "
-                "the "
-                "flag to the largest rank.",
+                "the flag to the largest rank.",
             ),
             (
                 policy.data is None and args.prompt_data is None,
@@ -193,8 +184,7 @@ def _wrong_entries(args: Args) -> Iterator[str]:
             (
                 reward and args.custom_rm_path,
                 f"{where}: reward {reward} stands beside --custom-rm-path {args.custom_rm_path}, which would go "
-                "first; "
-                "leave the flag out, and give every policy its reward.",
+                "first; leave the flag out, and give every policy its reward.",
             ),
         )
 

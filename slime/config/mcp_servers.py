@@ -50,16 +50,25 @@ class McpServer(BaseModel):
 
     @model_validator(mode="after")
     def _has_one_address(self) -> Self:
-        if (self.command is None) == (self.url is None):
-            raise ValueError("give either command (a program that speaks over stdin and stdout) or url")
-        if self.url is not None and (
-            urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).netloc
-        ):
-            raise ValueError(f"url {self.url} is no http:// or https:// address")
+        address = urlsplit(self.url or "")
         strange = [key for key in ("cwd", "env") if self.url and vars(self)[key]]
         strange += ["headers"] if self.command and self.headers else []
-        if strange:
-            raise ValueError(f"{strange[0]} has no effect with {'url' if self.url else 'command'}; leave it out")
+        problems = sentences(
+            (
+                (self.command is None) == (self.url is None),
+                "give either command (a program that speaks over stdin and stdout) or url",
+            ),
+            (
+                self.url is not None and not (address.scheme in ("http", "https") and address.netloc),
+                f"url {self.url} is no http:// or https:// address",
+            ),
+            (
+                strange,
+                f"{''.join(strange[:1])} has no effect with {'url' if self.url else 'command'}; leave it out",
+            ),
+        )
+        if problem := next(problems, None):
+            raise ValueError(problem)
         return self
 
     @property

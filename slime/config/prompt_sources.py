@@ -124,8 +124,7 @@ def _limit_problems(args: Args, source: PromptSource) -> Iterator[str]:
         (
             buffer is not None and (longest is None or buffer > longest),
             f"{source.where}: --overlong-buffer-len {buffer} is longer than its max_response_len, {longest}; lower "
-            "the "
-            "one, or raise the other.",
+            "the one, or raise the other.",
         ),
         (
             context is not None and prompt is not None and prompt > context - 1,
@@ -142,8 +141,7 @@ def _image_problems(args: Args, source: PromptSource) -> Iterator[str]:
         (
             kinds and not known,
             f"{source.where}: multimodal_keys: the trainer builds a model that sees images with --multimodal-keys "
-            "alone; "
-            "give it, too (data sets without images may have it).",
+            "alone; give it, too (data sets without images may have it).",
         ),
         (
             known and others,

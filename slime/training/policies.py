@@ -111,7 +111,7 @@ class Policies:
 def named_after(policy: LoraPolicy, records: Sequence[MetricRecord]) -> list[MetricRecord]:
     """Metric records of a policy's turn under names that say whose they are.
 
-    >>> named_after(LoraPolicy("math"), [({"train/loss": 0.5, "train/step": 3}, "train/step")])
+    >>> named_after(LoraPolicy(name="math"), [({"train/loss": 0.5, "train/step": 3}, "train/step")])
     [({'policy/math/train/loss': 0.5, 'train/step': 3}, 'train/step')]
     """
     return [

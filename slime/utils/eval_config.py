@@ -186,8 +186,7 @@ class EvalDatasetConfig(HookSettings, DatasetSettings):
             (
                 self.n_samples_per_eval_prompt < 1,
                 f"evaluation data set {self.name}: n_samples_per_eval_prompt is {self.n_samples_per_eval_prompt}; it "
-                "must be "
-                "at least 1",
+                "must be at least 1",
             ),
             (
                 least is not None and most is not None and least > most,

@@ -24,7 +24,7 @@ __all__ = ["hf_path"]
 
 RANKS, RATES = (4, 2, 3, 1, 4, 4, 2, 1), (1e-2, 3e-2, 1e-3, 2e-2, 5e-3, 1e-2, 1e-2, 4e-2)
 POLICIES = tuple(
-    LoraPolicy(f"policy_{n}", rank=rank, lr=rate) for n, (rank, rate) in enumerate(zip(RANKS, RATES, strict=True))
+    LoraPolicy(name=f"policy_{n}", rank=rank, lr=rate) for n, (rank, rate) in enumerate(zip(RANKS, RATES, strict=True))
 )
 LOOKED_AT = (0, 1, 3)
 
@@ -139,7 +139,7 @@ def test_all_policies_go_on_from_one_checkpoint(hf_path: Path, tmp_path: Path) -
     for policy in POLICIES:
         own = iteration_dir(iteration_dir(root, 0) / "policies" / policy.name, 0)
         assert (own / "adapter" / "adapter_config.json").is_file(), "a PEFT directory of each"
-    more = (*POLICIES, LoraPolicy("new_one", rank=LORA["lora_rank"]))
+    more = (*POLICIES, LoraPolicy(name="new_one", rank=LORA["lora_rank"]))
     resumed = flags_of(hf_path, policies=more, **resumed_from(str(root)))
     train(resumed, go_on, tmp_path / "again", num_rollouts=0)
     for policy in POLICIES:

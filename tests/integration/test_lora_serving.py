@@ -346,7 +346,7 @@ def test_eight_policies_are_served_together_and_each_version_of_each_comes_and_g
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """More than the engine has places for (4, of which the base takes one): the rest wait, and all are answered."""
-    model, policies = tiny_models[0], [LoraPolicy(f"policy_{number}", lr=number) for number in range(8)]
+    model, policies = tiny_models[0], [LoraPolicy(name=f"policy_{number}", lr=number) for number in range(8)]
     ours = updater()
     ours.args = Args.of(vars(ours.args))
     ours.policies = lambda: iter(policies)

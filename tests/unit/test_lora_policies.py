@@ -187,7 +187,7 @@ def test_a_request_names_its_policy_and_gets_the_newest_version_of_it() -> None:
 
 
 def test_policies_are_of_use_in_an_args_without_any() -> None:
-    policy = LoraPolicy("a", reward="my.module:fn", alpha=4.0)
+    policy = LoraPolicy(name="a", reward="my.module:fn", alpha=4.0)
     args = Args.of({"rm_type": "math", "custom_rm_path": None, "lora_alpha": None})
     own = policy.of(args)
     assert (own.rm_type, own.custom_rm_path, own.lora_alpha) == (None, "my.module:fn", 4.0)

@@ -67,19 +67,15 @@ class Layout:
 
 def virtual_stages(args: Args, pipeline: int) -> int | None:
     """Pipeline stages per rank; None without virtual stages, or where the flags contradict each other."""
-    if args.pipeline_model_parallel_layout:
+    stages = args.num_virtual_stages_per_pipeline_rank or 1
+    if text := args.pipeline_model_parallel_layout:
         try:
-            stages = len(stages_of_text(args.pipeline_model_parallel_layout)) // pipeline
+            stages = len(stages_of_text(text)) // pipeline
         except ValueError:
             return None
-        return stages if stages > 1 else None
-    if args.num_virtual_stages_per_pipeline_rank is not None:
-        stages = args.num_virtual_stages_per_pipeline_rank
-        return stages if stages > 1 else None
-    per_stage = args.num_layers_per_virtual_pipeline_stage
-    if not per_stage or per_stage < 1 or not args.num_layers:
-        return None
-    stages = layers_to_split(args) // (pipeline * per_stage)
+    elif args.num_virtual_stages_per_pipeline_rank is None and args.num_layers:
+        per_stage = args.num_layers_per_virtual_pipeline_stage or 0
+        stages = layers_to_split(args) // (pipeline * per_stage) if per_stage > 0 else 1
     return stages if stages > 1 else None
 
 

@@ -23,7 +23,7 @@ from slime.utils.data import check_data_file, parse_slice, read_file
 from slime.utils.errors import UsageError, sentences
 from slime.utils.eval_config import DatasetSettings, PromptSource
 from slime.utils.files.streams import check_first_row, is_stream
-from slime.utils.misc import try_to_load
+from slime.utils.misc import attempt, try_to_load
 from slime.weights.transports import why_not_ours
 
 # os.path.isfile and its like say no to what cannot be a path (a name that is too long, a null byte); Path's raise.
@@ -63,8 +63,7 @@ def check_hf_files(path: str, *, needs_weights: bool) -> Iterable[str]:
         (
             not any((root / name).is_file() for name in _TOKENIZER_FILES),
             f"--hf-checkpoint {path} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy the model's "
-            "tokenizer "
-            "files there.",
+            "tokenizer files there.",
         ),
         (
             needs_weights and not any(any(root.glob(pattern)) for pattern in _WEIGHT_PATTERNS),
@@ -210,20 +209,14 @@ def data_facts(
 ) -> DataFacts:
     """Read a data file to its end, once for as long as it does not change."""
     kinds = tuple((multimodal_keys or {}).items())
-    asked = (path, prompt_key, label_key, metadata_key, kinds, skip_malformed)
-    try:
-        status = parse_slice(path)[0].stat()
-    except (OSError, ValueError):
-        return _read_data(*asked)
-    return _read_unchanged(status.st_mtime_ns, status.st_size, status.st_ino, *asked)
+    status, _ = attempt(lambda: parse_slice(path)[0].stat())
+    stamp = (status.st_mtime_ns, status.st_size, status.st_ino) if status else object()  # of no other reading
+    return _read_data(stamp, path, prompt_key, label_key, metadata_key, kinds, skip_malformed)
 
 
 @functools.lru_cache(maxsize=64)
-def _read_unchanged(mtime_ns: int, size: int, inode: int, *asked: Any) -> DataFacts:
-    return _read_data(*asked)
-
-
 def _read_data(
+    stamp: object,
     path: str,
     prompt_key: str,
     label_key: str | None,

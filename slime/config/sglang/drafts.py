@@ -112,7 +112,7 @@ def draft_problems(args: Args, models: Sequence[ModelPlan], hf_config: Mapping[s
 
 
 def _problems_of_drafts(args: Args, kind: _Drafting) -> Iterator[str]:
-    settings, algorithm, flag, path = kind.settings, kind.algorithm, kind.flag, kind.head_path
+    settings, algorithm = kind.settings, kind.algorithm
     if algorithm is None:
         lone = [name for name in settings if name.startswith("speculative_") and name != "speculative_algorithm"]
         if lone:
@@ -122,14 +122,18 @@ def _problems_of_drafts(args: Args, kind: _Drafting) -> Iterator[str]:
             yield f"{kind.where}--spec-auto-off needs engines that draft; leave it out, or have all of them draft."
         return
     if algorithm not in {*SEPARATE, *WITHOUT_MODEL}:
-        yield f"{flag} is not supported here; take one of {', '.join([*SEPARATE, *WITHOUT_MODEL])}."
+        yield f"{kind.flag} is not supported here; take one of {', '.join([*SEPARATE, *WITHOUT_MODEL])}."
         return
+    yield from _problems_of_algorithm(args, kind, algorithm)
+
+
+def _problems_of_algorithm(args: Args, kind: _Drafting, algorithm: str) -> Iterator[str]:
+    settings, flag, path = kind.settings, kind.flag, kind.head_path
     yield from sentences(
         (
             args.accelerator == "cpu" or is_built_for_amd(),
             f"{flag} needs an NVIDIA GPU: elsewhere SGLang (0.5.17) takes the likeliest token where it verifies "
-            "drafts, "
-            "instead of sampling; leave it out.",
+            "drafts, instead of sampling; leave it out.",
         ),
         (
             args.deterministic and kind.where,  # the flag itself is refused elsewhere
@@ -138,8 +142,7 @@ def _problems_of_drafts(args: Args, kind: _Drafting) -> Iterator[str]:
         (
             path is not None and algorithm in SEPARATE and not Path(path, "config.json").is_file(),
             f"{kind.where}--sglang-speculative-draft-model-path {path} has no config.json; give the directory of a "
-            "draft "
-            "model.",
+            "draft model.",
         ),
         (
             path is None and algorithm in SEPARATE and algorithm not in OWN_LAYER,
@@ -157,15 +160,13 @@ def _problems_of_drafts(args: Args, kind: _Drafting) -> Iterator[str]:
         (
             token_map,
             f"{kind.where}--sglang-speculative-token-map {token_map}: the draft would keep a copy of the output layer "
-            "that "
-            "no weight sync changes; leave it out.",
+            "that no weight sync changes; leave it out.",
         ),
         *(
             (
                 share != 1.0,
                 f"{kind.where}{option} {share:g} accepts drafts that the policy would not have sampled, and their "
-                "log-probs "
-                "are not those of what was sampled; leave it out.",
+                "log-probs are not those of what was sampled; leave it out.",
             )
             for option, share in loose.items()
         ),

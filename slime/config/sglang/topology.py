@@ -231,8 +231,7 @@ def _cpu_problems(args: Args, models: list[ModelPlan]) -> Iterator[str]:
             (
                 model.has_pd_disaggregation,
                 f"model {model.name}: prefill and decode engines hand over their KV cache between GPUs (mooncake, "
-                "nixl), "
-                "which --accelerator cpu cannot do; use regular engines there (no --prefill-num-servers).",
+                "nixl), which --accelerator cpu cannot do; use regular engines there (no --prefill-num-servers).",
             ),
             (
                 any(group.worker_type == "encoder" for group in model.groups),

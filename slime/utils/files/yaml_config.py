@@ -336,22 +336,19 @@ def _explain(model: type[BaseModel], detail: Mapping[str, Any]) -> str:
         if path[-1] in known:
             return "there is another name of the same key beside it; keep one."
         return "unknown key; " + did_you_mean(str(path[-1]), known)
-    if kind == "missing":
-        return "is missing."
-    if kind == "literal_error":
-        return f"{given} is none of {context['expected'].replace(' or ', ', ')}."
-    if kind in _BOUNDS:
-        sign, key = _BOUNDS[kind]
-        return f"{given} must be {sign} {context[key]:g}."
-    if kind == "value_error":
-        return f"{context['error']}."
-    if kind == "too_short":
-        return "is empty."
+    said = {
+        "missing": "is missing.",
+        "too_short": "is empty.",
+        "value_error": f"{context.get('error')}.",
+        "literal_error": f"{given} is none of {str(context.get('expected')).replace(' or ', ', ')}.",
+        **{bound: f"{given} must be {sign} {context.get(key, 0):g}." for bound, (sign, key) in _BOUNDS.items()},
+    }
     wanted = _WANTED.get(kind) or _WANTED.get(kind.split("_")[0])
-    if wanted is None:
-        return f"{given}: {detail['msg'][:1].lower()}{detail['msg'][1:]}."
     quote = "; put it in quotes" if kind == "string_type" and isinstance(detail["input"], int | float) else ""
-    return f"{given} is not {wanted}{quote}."
+    other = (
+        f"{given} is not {wanted}{quote}." if wanted else f"{given}: {detail['msg'][:1].lower()}{detail['msg'][1:]}."
+    )
+    return said.get(kind, other)
 
 
 def _short(value: Any) -> str:

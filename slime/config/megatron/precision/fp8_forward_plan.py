@@ -21,6 +21,7 @@ from slime.config.megatron.precision.linear_plan import (
     OF_EXPERT,
     LinearSize,
     checkpoint_quantizes,
+    known_format,
     linear_sizes,
     mlp_sizes,
 )
@@ -29,7 +30,7 @@ from slime.models.families import family_of_args
 from slime.models.family import Family
 from slime.utils.errors import UsageError
 from slime.utils.model_shape import ModelShape
-from slime.weights.formats import DEFAULT_BLOCK, Fp8Format, format_of_checkpoint, weight_format_of
+from slime.weights.formats import DEFAULT_BLOCK, Fp8Format, format_of_checkpoint
 
 LAYERS, MODULES = "--megatron-deepgemm-forward-layers", "--megatron-deepgemm-forward-modules"
 MOE_LAYERS, MOE_MODULES = "--megatron-deepgemm-moe-forward-layers", "--megatron-deepgemm-moe-forward-modules"
@@ -103,7 +104,8 @@ def check_fp8_forward(args: Args, hf_config: Mapping[str, Any] | None) -> Iterat
     if not given:
         return
     yield from broken(_MACHINE, args)
-    fmt = _format_of(hf_config)
+    found = known_format(hf_config)
+    fmt = found if isinstance(found, Fp8Format) else None
     if hf_config is not None and (fmt is None or fmt.block_size != DEFAULT_BLOCK):
         how = "in 16 bit" if not hf_config.get("quantization_config") else "with other scales than one a block of 128"
         yield (
@@ -127,14 +129,6 @@ def check_fp8_forward(args: Args, hf_config: Mapping[str, Any] | None) -> Iterat
 def given_flags(args: Args) -> list[str]:
     """The flags of layers that are given."""
     return [flag for flag, name in _LAYER_FLAGS.items() if vars(args)[name] is not None]
-
-
-def _format_of(hf_config: Mapping[str, Any] | None) -> Fp8Format | None:
-    try:
-        fmt = None if hf_config is None else weight_format_of(hf_config)
-    except UsageError:  # another quantisation, which is said elsewhere
-        return None
-    return fmt if isinstance(fmt, Fp8Format) else None
 
 
 _LAYER_FLAGS = {LAYERS: "megatron_deepgemm_forward_layers", MOE_LAYERS: "megatron_deepgemm_moe_forward_layers"}

@@ -12,13 +12,19 @@ from typing import Any
 
 from slime.config.args import Args
 from slime.config.megatron.derived import Layout
-from slime.config.megatron.precision.linear_plan import EXPERTS, checkpoint_quantizes, linear_sizes, mlp_sizes
+from slime.config.megatron.precision.linear_plan import (
+    EXPERTS,
+    checkpoint_quantizes,
+    known_format,
+    linear_sizes,
+    mlp_sizes,
+)
 from slime.config.problems import Check, Rule, broken
 from slime.models.families import family_of_args
 from slime.models.family import Family
 from slime.utils.errors import UsageError
 from slime.utils.model_shape import ModelShape
-from slime.weights.formats import Int4Format, format_of_checkpoint, weight_format_of
+from slime.weights.formats import Int4Format, format_of_checkpoint
 
 FLAG, GROUP_SIZE = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_FAKE_QAT_GROUP_SIZE"
 OFF = ("", "0")
@@ -72,7 +78,7 @@ def check_int4_training(args: Args, hf_config: Mapping[str, Any] | None) -> Iter
     if not is_asked_for(args):
         return
     yield from broken(_RULES, args)
-    fmt = _format_of(hf_config)
+    fmt = known_format(hf_config)
     if hf_config is None:
         return
     if not isinstance(fmt, Int4Format):
@@ -93,13 +99,6 @@ def check_int4_training(args: Args, hf_config: Mapping[str, Any] | None) -> Iter
 
 def _value(args: Args, name: str) -> str:
     return str(args.train_env_vars.get(name, "")).strip()
-
-
-def _format_of(hf_config: Mapping[str, Any] | None) -> Any:
-    try:
-        return None if hf_config is None else weight_format_of(hf_config)
-    except UsageError:  # another quantisation, which is said elsewhere
-        return None
 
 
 def _check_shares(args: Args, fmt: Int4Format) -> Iterator[str]:

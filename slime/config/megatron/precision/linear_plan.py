@@ -6,11 +6,14 @@ no weights; fp8_forward_plan.py, fp8_training_plan.py and int4_plan.py choose la
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from slime.models.family import Family
+from slime.utils.errors import UsageError
 from slime.utils.model_shape import ModelShape
-from slime.weights.formats import WeightFormat
+from slime.weights.formats import WeightFormat, weight_format_of
 
 BLOCK = 128
 """Rows and columns of a weight, and channels of a token, that share a scale in fp8."""
@@ -18,6 +21,14 @@ PART_OF_BLOCK = 64
 """SGLang's rule: the rows of a weight are a multiple of it, else it takes another kernel."""
 EXPERTS = "mlp.experts"
 OF_EXPERT = tuple(f"{EXPERTS}.local_experts.0.{name}" for name in ("linear_fc1", "linear_fc2"))
+
+
+def known_format(hf_config: Mapping[str, Any] | None) -> WeightFormat | None:
+    """The format of a checkpoint's weights; None of one in 16 bit, and of one that is refused elsewhere."""
+    try:
+        return None if hf_config is None else weight_format_of(hf_config)
+    except UsageError:
+        return None
 
 
 def checkpoint_quantizes(fmt: WeightFormat, family: Family, num_layers: int, layer: int, module: str) -> bool:
