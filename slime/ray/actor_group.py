@@ -209,8 +209,8 @@ class RayTrainGroup:
         self, method: str, what: str, values: Sequence[tuple[Any, ...]], deadline_s: float = WORK_DEADLINE_S
     ) -> list[Any]:
         """As `_all`, with values of each rank."""
-        calls = zip(self._actors, values, strict=True)
-        refs = [getattr(actor, method).remote(*of_rank) for actor, of_rank in calls]
+        calls, name = zip(self._actors, values, strict=True), f"{self._actor_cls.__name__}.{method}"
+        refs = [actor.call.options(name=name).remote(method, *of_rank) for actor, of_rank in calls]
         return self._get(refs, f"{what} (logs: {self.log_dir})", deadline_s)
 
     def _get(

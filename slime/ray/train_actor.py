@@ -1,6 +1,6 @@
 """The Ray actor around one rank of the trainer, a plain class of its backend (`TRAINERS`), made inside its process.
 
-It only forwards calls, and says which collective of torch.distributed its process is in. Nothing is recorded while
+It forwards calls, and says which collective of torch.distributed its process is in. Nothing is recorded while
 collectives run: `CollectiveState.look`, called every now and then from another thread, reads the stacks of this
 process. The number of operations that each group has begun comes from torch; the rank with the lowest one is the
 rank that others wait for.
@@ -146,9 +146,14 @@ class TrainRayActor(RayActor):
         if self.args.colocate or self.args.use_critic:
             accelerator.empty_cache()  # what torch keeps for the next step, the others on this GPU need now
 
-    def save_model(self, rollout_id: int) -> str | None:
-        """Write the checkpoint of `rollout_id`; returns why it was not written, if its disk is full."""
-        return _why_not_written(lambda: self._actor.save_model(rollout_id))
+    def call(self, verb: str, *values: Any) -> Any:
+        """Call a verb of this rank, or one of its trainer's; a full disk is an answer, for the run goes on."""
+        from slime.training.resume import DiskFull
+
+        try:
+            return (getattr(self, verb, None) or getattr(self._actor, verb))(*values)
+        except DiskFull as error:
+            return str(error)
 
     def node_id(self) -> str:
         """Ray's name of the node that this rank is on."""
@@ -169,53 +174,10 @@ class TrainRayActor(RayActor):
     def _owner(self) -> str:
         return owners_of(self._role, self.world_size)[self.rank]
 
-    def save_is_written(self) -> bool:
-        """Whether this rank's part of a checkpoint that was begun (--async-save) is written."""
-        return bool(self._actor.save_is_written())
-
-    def finish_save(self) -> str | None:
-        """Complete a checkpoint that was begun; returns as `save_model`."""
-        return _why_not_written(self._actor.finish_save)
-
-    def export_problem(self) -> str | None:
-        """Why the last save's HF export was not written, if its disk is full."""
-        return self._actor.export_problem
-
-    def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int], weight_version: int) -> None:
-        """Hand the engines to the weight updater."""
-        self._actor.connect_rollout_engines(engines, engine_sizes, weight_version)
-
-    def update_weights(self) -> dict[str, float]:
-        """Send the current weights to the engines; returns metrics."""
-        return {**self._actor.update_weights(), **memory_after("update_weights")}
-
-    def sleep(self) -> dict[str, float]:
-        """Leave the GPU to others; returns `perf/sleep_time` and the memory in use then."""
-        return self._timed("sleep")
-
-    def wake_up(self) -> dict[str, float]:
-        """Undo `sleep`; returns `perf/wake_up_time` and the memory in use then."""
-        return self._timed("wake_up")
-
-    def _timed(self, phase: str) -> dict[str, float]:
-        start = time.monotonic()
-        getattr(self._actor, phase)()
-        return {f"perf/{phase}_time": time.monotonic() - start, **memory_after(phase)}
-
     def shutdown(self) -> None:
         """Leave the process groups."""
         if self._actor is not None:
             self._actor.shutdown()
-
-
-def _why_not_written(write: Callable[[], None]) -> str | None:
-    from slime.training.resume import DiskFull
-
-    try:
-        write()
-    except DiskFull as error:
-        return str(error)
-    return None
 
 
 def _settle() -> None:

@@ -8,7 +8,8 @@ the model's part is the backend's (`slime.training.backend`). slime.ray wraps a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -23,7 +24,7 @@ from slime.algorithms.losses import KlController
 from slime.checkpoints.paths import classify_checkpoint, resolve_checkpoint_dir
 from slime.config.args import Args
 from slime.config.lora_policies import policies_of
-from slime.observability.profiler import Profiler, recorder_of
+from slime.observability.profiler import Profiler, memory_after, recorder_of
 from slime.observability.timer import Timer, timer
 from slime.training.backend import Backend, CheckpointSource, UnfinishedSave
 from slime.training.ci_checks import CiChecks
@@ -79,8 +80,7 @@ class Trainer:
         self.args = args
         self.backend = backend
         self._saving: tuple[int, UnfinishedSave] | None = None
-        self.export_problem: str | None = None
-        """Why the last save's HF export was not written."""
+        self._export_problem: str | None = None
         self.columns_for_critic: Columns = {}
         """What the critic trains on, of the last rollout; with a critic only."""
         self._records = TrainerRecorder(args, rank) if self.role == "actor" else None
@@ -294,12 +294,12 @@ class Trainer:
                 self._saving = (rollout_id, unfinished)
             else:
                 unfinished.finish()
-        self.export_problem = None
+        self._export_problem = None
         if args.save_hf:
             try:
                 self.backend.export_hf(Path(args.save_hf.format(rollout_id=rollout_id)))
             except DiskFull as error:  # the run goes on without it
-                self.export_problem = str(error)
+                self._export_problem = str(error)
         if self._saving is None:
             self._prune(rollout_id)
 
@@ -316,6 +316,10 @@ class Trainer:
         for policy in self._policies.turns() if self._policies is not None else ():
             root = directory / PART / policy.name
             self.backend.begin_save(rollout_id, write_more=lambda _: None, root=root).finish()
+
+    def export_problem(self) -> str | None:
+        """Return why the last save's HF export was not written."""
+        return self._export_problem
 
     def save_is_written(self) -> bool:
         """Whether all files of this rank are written, so that `finish_save` returns without waiting."""
@@ -375,15 +379,19 @@ class Trainer:
         version, metrics = self.backend.sync_weights(None if self._policies is None else self._policies.adapters)
         if self.args.keep_old_actor:
             keep_version(self.args, self._weights, version)
-        return metrics
+        return metrics | memory_after("update_weights")
 
-    def sleep(self) -> None:
-        """Leave the GPU; nothing but `wake_up` and `shutdown` may be called until it is back."""
-        self.backend.sleep()
+    def sleep(self) -> dict[str, float]:
+        """Leave the GPU; nothing but `wake_up` and `shutdown` may be called until it is back.
 
-    def wake_up(self) -> None:
-        """Undo `sleep`."""
-        self.backend.wake_up()
+        Returns:
+            `perf/sleep_time` in seconds, and the memory in use then.
+        """
+        return _timed("sleep", self.backend.sleep)
+
+    def wake_up(self) -> dict[str, float]:
+        """Undo `sleep`; returns `perf/wake_up_time` and the memory in use then."""
+        return _timed("wake_up", self.backend.wake_up)
 
     def shutdown(self) -> None:
         """Leave the process groups."""
@@ -392,6 +400,12 @@ class Trainer:
         self.backend.shutdown()
         if self._records is not None:
             self._records.finish()
+
+
+def _timed(phase: str, move: Callable[[], None]) -> dict[str, float]:
+    start = time.monotonic()
+    move()
+    return {f"perf/{phase}_time": time.monotonic() - start, **memory_after(phase)}
 
 
 class CriticTrainer(Trainer):

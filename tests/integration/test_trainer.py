@@ -189,11 +189,11 @@ def check_full_disk(actor: Any, records: list[Any], export: Path) -> None:
     """No file of this process may be larger than the model: as on a full disk, every write after that fails."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     actor.save_model(0)
-    assert "became full" in actor.export_problem
+    assert "became full" in actor.export_problem()
     assert [path.name for path in export.iterdir()] == ["older"] and not list(export.parent.glob("*.partial"))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     actor.save_model(1)
-    assert actor.export_problem is None and (export / "model.safetensors").is_file()
+    assert actor.export_problem() is None and (export / "model.safetensors").is_file()
 
 
 def check_loads(actor: Any, records: list[Any]) -> None:

@@ -245,6 +245,9 @@ class EnvironmentReader:
         names = ("MY_SETTING", "OMP_WAIT_POLICY", "PYTHONUNBUFFERED")
         return [({name: os.environ.get(name) for name in names}, "train/step")], {}
 
+    def call(self, verb, *values):
+        return f"{verb} {values}"
+
     def shutdown(self):
         pass
 
@@ -265,10 +268,12 @@ def test_trainer_processes_get_more_variables_and_the_timeline_shows_their_calls
     placed = placement.create_placement(args)
     group = RayTrainGroup(args, placed, actor_cls=EnvironmentReader)
     assert group.train(0, [])[0] == [({**more, "PYTHONUNBUFFERED": "1"}, "train/step")]
+    assert group.save_model(3) == "save_model (3,)"
     TrainingRun(args)._write_timeline()
     group.shutdown()
     ray.util.remove_placement_group(placed.group)
-    assert any(event["cat"] == "task::EnvironmentReader.train" for event in json.loads(path.read_text()))
+    calls = {event["cat"].removeprefix("task::EnvironmentReader.") for event in json.loads(path.read_text())}
+    assert {"train", "save_model"} <= calls, "each verb has its name there, whichever method carries it"
 
 
 def test_a_trainer_that_leaves_its_gpu_is_started_under_the_memory_saver(monkeypatch):

@@ -51,6 +51,29 @@ def test_loading_imports_the_trainer_and_asks_for_no_gpu(accelerator: str, tmp_p
     assert "imported everything in" in log.read_text()
 
 
+SAVE = """
+import sys
+from types import SimpleNamespace
+from slime.ray.train_actor import TrainRayActor
+from slime.training.resume import DiskFull
+actor = TrainRayActor(SimpleNamespace(accelerator="cpu"), 0, 1, sys.argv[1])
+def save_model(rollout_id):
+    if rollout_id:
+        raise DiskFull("3 GB are missing")
+actor._actor = SimpleNamespace(save_model=save_model, wake_up=lambda: {"perf/wake_up_time": 2.0})
+assert actor.call("save_model", 0) is None and actor.call("save_model", 1) == "3 GB are missing"
+assert actor.call("wake_up") == {"perf/wake_up_time": 2.0}
+actor.copy_state = lambda *values: values
+assert actor.call("copy_state", 3, []) == (3, []), "what this rank does itself comes first"
+"""
+
+
+def test_a_verb_reaches_the_trainer_and_a_full_disk_is_its_answer(tmp_path: Path) -> None:
+    log = tmp_path / "trainer.log"
+    done = subprocess.run([sys.executable, "-c", SAVE, log], cwd=ROOT, timeout=300, check=False)
+    assert done.returncode == 0, log.read_text()[-3000:]
+
+
 TRAIN_TWICE = """
 import gc, sys
 from types import SimpleNamespace

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -46,7 +45,6 @@ WEIGHTS = ("weights",)
 START_DEADLINE_S = 120.0
 MAX_REQUESTS_PER_ACTOR = 10_000
 MAX_RESTARTS = 10  # Starts of one actor in place of one that died; then its requests leave from elsewhere.
-REST_S = 30.0  # How long an actor that died is left out of the turn: about as long as it takes to start again.
 
 
 class EngineControl(RayActor):
@@ -97,9 +95,14 @@ class EngineControl(RayActor):
 
     def _suspect(self, url: str) -> None:
         """Look at the engines when a request to a router of the run has failed."""
-        assert self.replacements is not None
         if origin(url) in self._router_urls():
-            self.replacements.watch.suspect()
+            self._replaced.watch.suspect()
+
+    @property
+    def _replaced(self) -> Replacements:
+        """The replacements; the driver asks for what concerns them only with --use-fault-tolerance."""
+        assert self.replacements is not None
+        return self.replacements
 
     def _end_engines(self) -> None:
         watch = self._ends if self.replacements is None else self.replacements.watch
@@ -112,10 +115,9 @@ class EngineControl(RayActor):
     @ray.method(concurrency_group="control")
     def replace_engines(self) -> None:
         """Start engines in the places of lost ones; those of the trained model serve after `register_engines`."""
-        if self.replacements is not None:
-            self.replacements.watch.look(Probe.SCHEDULES)
-            if number := self.replacements.replace():
-                logger.warning("%d engine(s) were started in place of lost ones", number)
+        self._replaced.watch.look(Probe.SCHEDULES)
+        if number := self._replaced.replace():
+            logger.warning("%d engine(s) were started in place of lost ones", number)
 
     @ray.method(concurrency_group="control")
     def pause_watch(self) -> int:
@@ -124,12 +126,10 @@ class EngineControl(RayActor):
         Returns:
             a number that has changed when engines were lost or replaced.
         """
-        if self.replacements is None:
-            return 0
-        self.replacements.watch.pause()
-        self.replacements.admit()
-        self.replacements.watch.look(Probe.SCHEDULES)  # a sync fails as a whole if one of them is gone or hangs
-        return self.replacements.count
+        self._replaced.watch.pause()
+        self._replaced.admit()
+        self._replaced.watch.look(Probe.SCHEDULES)  # a sync fails as a whole if one of them is gone or hangs
+        return self._replaced.count
 
     @ray.method(concurrency_group="control")
     def engines_failed(self, numbers: Sequence[int], why: str) -> int:
@@ -142,15 +142,13 @@ class EngineControl(RayActor):
         Returns:
             as `pause_watch`.
         """
-        if self.replacements is None:
-            return 0
-        before = self.replacements.count
+        before = self._replaced.count
         for number in numbers:
-            self.replacements.lose_engine(self._updatable[number], why)
+            self._replaced.lose_engine(self._updatable[number], why)
         for probe in (Probe.LISTENS, Probe.SCHEDULES):  # a scheduler may wait in a collective with one that is gone
-            if self.replacements.count == before:
-                self.replacements.watch.look(probe)
-        return self.replacements.count
+            if self._replaced.count == before:
+                self._replaced.watch.look(probe)
+        return self._replaced.count
 
     @ray.method(concurrency_group="control")
     def ended_engines(self) -> list[str]:
@@ -160,20 +158,18 @@ class EngineControl(RayActor):
     @ray.method(concurrency_group="control")
     def lacks_engines(self) -> bool:
         """Whether a model has lost all of its engines, and none that was started in their place serves yet."""
-        return self.replacements is not None and bool(self.replacements.without_engine())
+        return bool(self._replaced.without_engine())
 
     @ray.method(concurrency_group="control")
     def hold_requests(self) -> None:
         """Have requests wait until `register_engines`: memory of the engines changes hands during a rollout."""
-        if self.replacements is not None:
-            self.replacements.hold_requests()
+        self._replaced.hold_requests()
 
     @ray.method(concurrency_group="control")
     def register_engines(self) -> None:
         """Let new engines, which have the trainer's weights now, serve through the router, and watch all again."""
-        if self.replacements is not None:
-            self.replacements.register()
-            self.replacements.watch.resume()
+        self._replaced.register()
+        self._replaced.watch.resume()
 
     def _router_urls(self) -> list[str]:
         return [router.url for router in self._servers.routers.values()]
@@ -197,12 +193,10 @@ class EngineControl(RayActor):
         Returns:
             those that have no weights of the trainer's yet, and the GPUs of each.
         """
-        if self._joins is None or self.replacements is None:
-            return [], []
-        without = self.replacements.admit()
+        without = self._replaced.admit()
         found = [(engine, size) for engine, size in self._servers.updatable if engine in without]
         if found:
-            self.replacements.watch.pause()
+            self._replaced.watch.pause()
             self._updatable = [engine for engine, _ in found]
         return [engine for engine, _ in found], [size for _, size in found]
 
@@ -309,42 +303,32 @@ def _start(args: Args, node_id: str) -> Any:
 
 
 class _Turn:
-    """Hands requests to actors in turn, without those that died just now."""
+    """Hands requests to actors in turn; Ray starts one that died again."""
 
-    def __init__(self, actors: list[Any], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, actors: list[Any]) -> None:
         self._actors = actors
-        self._clock = clock
         self._begun = 0
-        self._rests: dict[int, float] = {}  # dead actor -> until when it is left out
+        self._died: set[int] = set()
 
     async def send(self, url: str, body: bytes, headers: dict[str, str] | None, max_retries: int) -> Any:
-        """Do what `http_utils.post_body` does, from an actor.
+        """Do what `http_utils.post_body` does, from the next actor in turn, and from another where that has died.
 
         Raises:
             HttpError: as `post_body` raises it, or the actor died and `max_retries` is 0.
         """
-        for number in self._in_turn():
+        self._begun += 1
+        first, count = self._begun, len(self._actors)
+        for number in (step % count for step in range(first, first + count)):
             try:
                 return await _result(self._actors[number].post.remote(url, body, headers, max_retries))
             except RayActorError as error:
-                self._let_rest(number, error)
                 if not max_retries:  # nobody knows whether the server has had the request
                     raise HttpError(f"POST {url} was lost with an actor of --use-distributed-post ({error})") from None
+                if number not in self._died:
+                    self._died.add(number)
+                    why = str(error).partition("\n")[0]
+                    logger.warning("an actor of --use-distributed-post died; others send its requests (%s)", why)
         return await http_utils.post_body(url, body, headers, max_retries)
-
-    def _in_turn(self) -> list[int]:
-        """Return the actors to try, from the next in turn on."""
-        self._begun += 1
-        count, now = len(self._actors), self._clock()
-        order = [(self._begun + step) % count for step in range(count)]
-        return [number for number in order if self._rests.get(number, now) <= now]
-
-    def _let_rest(self, number: int, error: RayActorError) -> None:
-        now = self._clock()
-        if self._rests.get(number, now) <= now:  # or another of its requests has reported it already
-            self._rests[number] = now + REST_S
-            first_line = str(error).partition("\n")[0]
-            logger.warning("an actor of --use-distributed-post died; others send its requests (%s)", first_line)
 
 
 async def _result(ref: ray.ObjectRef) -> Any:
