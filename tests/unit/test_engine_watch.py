@@ -78,22 +78,13 @@ def test_nobody_is_asked_while_the_watch_is_paused(
 
 
 def test_a_look_that_is_due_just_when_the_watch_goes_on_waits_first_as_well(asked: list[tuple[str, Probe]]) -> None:
-    one = watch([], "fine")
+    one = watch([], "fine", first_wait_s=3600.0)
+    one.tick()
+    assert len(asked) == 1, "it is due"
     one.pause()
-
-    class DueJustThen(threading.Event):
-        """Its first wait ends for want of time, while the watch is told to go on."""
-
-        def wait(self, timeout: float | None = None) -> bool:
-            if self.is_set():
-                one.stop()
-                return True
-            one.resume()
-            return False
-
-    one._changed = DueJustThen()
-    one._run()
-    assert not asked
+    one.resume()
+    one.tick()
+    assert len(asked) == 1
 
 
 def test_a_failed_request_has_the_engines_looked_at_without_waiting_for_the_interval(
@@ -116,12 +107,18 @@ def test_a_failed_request_has_nothing_looked_at_that_is_not_to_be_looked_at_yet(
     one = watch([], "fine", interval_s=3600.0, first_wait_s=3600.0)
     one.start()
     one.suspect()
-    assert not one._changed.is_set()
+    one.tick()
+    one.stop()
     other = watch([], "fine", interval_s=3600.0)
+    other.resume()
     other.pause()
     other.suspect()
-    assert not other._changed.is_set() and not asked
-    one.stop()
+    other.tick()
+    assert not asked
+    other.resume()
+    other.suspect()
+    other.tick()
+    assert asked == [("fine", Probe.GENERATES)]
 
 
 class _Hung(http.server.BaseHTTPRequestHandler):

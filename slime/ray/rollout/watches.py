@@ -31,6 +31,7 @@ from slime.utils.http.network import OUTAGES
 logger = logging.getLogger(__name__)
 
 SUSPICION_S = 5.0  # Between two looks at all engines that failed requests ask for.
+TICK_S = 0.2  # Between two questions whether it is time for a look.
 ENDING_S = 30.0
 PAUSE_S = 1.0  # Between two looks at engines that have ended, which failed requests ask for.
 INTERVAL_S = 0.5
@@ -88,17 +89,16 @@ class EngineWatch(Watch):
         timeout_s: float,
         first_wait_s: float,
     ) -> None:
-        super().__init__("engine-watch", every_s=interval_s)
+        super().__init__("engine-watch", every_s=min(TICK_S, interval_s))
         self._urls, self._on_loss = urls, on_loss
-        self._timeout_s, self._first_wait_s = timeout_s, first_wait_s
+        self._interval_s, self._timeout_s, self._first_wait_s = interval_s, timeout_s, first_wait_s
         self._may_look = threading.Lock()
-        self._is_paused = self._is_suspected = False
-        self._quiet_until = 0.0
-        self._changed = threading.Event()
+        self._is_paused = False
+        self._quiet_until = self._next_look = 0.0
 
     def start(self) -> None:
         """Begin."""
-        self._quiet_until = time.monotonic() + self._first_wait_s
+        self._wait_first()
         super().start()
 
     def pause(self) -> None:
@@ -109,21 +109,24 @@ class EngineWatch(Watch):
 
     def resume(self) -> None:
         """Look again, after the first wait."""
-        self._quiet_until = time.monotonic() + self._first_wait_s
-        self._changed.set()  # first: a look that is due just now sees one of the two
+        self._wait_first()  # before: a look that is due just now sees one of the two
         self._is_paused = False
+
+    def _wait_first(self) -> None:
+        self._quiet_until = time.monotonic() + self._first_wait_s
+        self._next_look = self._quiet_until + self._interval_s
 
     def suspect(self) -> None:
         """Look soon, in place of after the interval: a request has failed."""
-        if time.monotonic() >= self._quiet_until and not self._is_paused:
-            self._quiet_until = time.monotonic() + SUSPICION_S
-            self._is_suspected = True
-            self._changed.set()
+        if (now := time.monotonic()) >= self._quiet_until and not self._is_paused:
+            self._quiet_until, self._next_look = now + SUSPICION_S, now
 
-    def stop(self) -> None:
-        """End; nobody is notified of what a look that is under way still finds."""
-        super().stop()
-        self._changed.set()
+    def tick(self) -> None:
+        """Look, if it is time."""
+        with self._may_look:
+            if not self._is_paused and (now := time.monotonic()) >= self._next_look:
+                self._next_look = now + self._interval_s
+                self.look()
 
     def look(self, probe: Probe = Probe.GENERATES) -> None:
         """Ask every engine once."""
@@ -136,21 +139,6 @@ class EngineWatch(Watch):
         for number, problem in answers.items():
             if problem is not None and not self._is_over.is_set():
                 self._on_loss(number, urls[number], problem)
-
-    def _run(self) -> None:
-        wait_s = self._first_wait_s + self.every_s
-        while not self._is_over.is_set():
-            is_changed = self._changed.wait(wait_s)
-            is_suspected, self._is_suspected = self._is_suspected, False
-            if is_changed:
-                self._changed.clear()
-            if is_changed and not is_suspected:
-                wait_s = self._first_wait_s + self.every_s
-                continue
-            wait_s = self.every_s
-            with self._may_look:
-                if not (self._is_paused or self._is_over.is_set() or self._changed.is_set()):
-                    self._try(self.look)
 
 
 class EngineEnds(Watch):
@@ -265,12 +253,9 @@ class RouterWatch(Watch):
 
     def tick(self) -> None:
         """Look, and at times ask routers whose process is there."""
-        asks = time.monotonic() - self._asked > ANSWER_EVERY_S
-        try:
-            self.look(asks=asks)
-        finally:
-            if asks:
-                self._asked = time.monotonic()
+        if asks := time.monotonic() - self._asked > ANSWER_EVERY_S:
+            self._asked = time.monotonic()
+        self.look(asks=asks)
 
 
 Look = Mapping[str, Mapping[str, float]]
