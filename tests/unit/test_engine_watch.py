@@ -126,7 +126,7 @@ class _Hung(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:  # noqa: N802
         if self.path not in ("/health", "/v1/loads?include=core", "/model_info"):
-            time.sleep(0.4)
+            self.server.ended.wait(30)  # type: ignore[attr-defined]
         with suppress(OSError):
             self.send_response(200)
             self.end_headers()
@@ -138,11 +138,13 @@ class _Hung(http.server.BaseHTTPRequestHandler):
 
 def test_a_server_whose_scheduler_hangs_listens_but_does_not_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hung) as server:
+        server.ended = threading.Event()  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        found = {probe: server_control.why_unhealthy_sync(url, timeout_s=0.2, probe=probe) for probe in Probe}
-        monkeypatch.setattr(watches, "ASK_S", 0.2)
+        found = {probe: server_control.why_unhealthy_sync(url, timeout_s=1, probe=probe) for probe in Probe}
+        monkeypatch.setattr(watches, "ASK_S", 1)
         state = engine_state([], [url])[f"engine {url}"]
+        server.ended.set()  # type: ignore[attr-defined]
         server.shutdown()
     assert found[Probe.LISTENS] is None
     assert state.startswith("its scheduler does not answer"), "the stall report says so, too"

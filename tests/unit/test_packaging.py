@@ -80,6 +80,7 @@ def test_the_pins_are_complete_since_they_are_installed_without_dependencies(roo
                 waiting.append((name, ""))
 
 
+@pytest.mark.processes
 def test_shellcheck_finds_nothing_in_the_shell_scripts():
     # .shellcheckrc says what is left out, and why. The program comes with the package, beside the interpreter.
     command = [str(Path(sys.executable).parent / "shellcheck"), *map(str, SCRIPTS)]

@@ -21,6 +21,7 @@ from slime.agent.sandbox import GatewayAccess, HttpSandbox, Sandbox, SandboxErro
 from slime.agent.sandbox_server import SandboxServer, _Held
 from tests.unit.sandbox_fakes import gateway
 
+pytestmark = pytest.mark.processes
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "a-key-of-sixteen-or-more"
 

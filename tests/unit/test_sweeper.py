@@ -18,6 +18,7 @@ from slime.processes import sweeper as sweeper_module
 from slime.processes.registry import MARK, SHARED_MEMORY, is_alive, processes_of, remove_unused, shared_memory_of
 from slime.processes.sweeper import GRACE_S, KILL_S, POLL_S, _remove_ray, sweep_dead_runs
 
+pytestmark = pytest.mark.processes
 NET_S = 60.0
 # A driver that starts a child in a session of its own, which writes over its environment and holds shared memory, and
 # a grandchild. (A stray environment: only the parent says whose it is.)
