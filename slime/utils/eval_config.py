@@ -230,7 +230,9 @@ def _model(name: str, kinds: Mapping[str, Any], /, **required: Any) -> type[Base
     """Return a strict model with fields of these types, null or left out where they are not required."""
     fields: dict[str, Any] = {key: (kind | None, None) for key, kind in kinds.items()}
     fields |= {key: (kind, ...) for key, kind in required.items()}
-    return create_model(name, __config__=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False), **fields)
+    # Built when first used: most runs read no such file, and every command line would pay for it.
+    config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
+    return create_model(name, __config__=config, **fields)
 
 
 class FileForm:

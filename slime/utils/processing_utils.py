@@ -153,9 +153,13 @@ def num_image_tokens(prompt: list[dict[str, Any]], processor: Any, options: Imag
 
 def image_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The content parts of a conversation that are images."""
-    contents = [m.get("content") for m in messages]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return [part for part in parts if isinstance(part, dict) and part.get("type") in ("image", "image_url")]
+    return [
+        part
+        for message in messages
+        if isinstance(content := message.get("content"), list)
+        for part in content
+        if isinstance(part, dict) and part.get("type") in ("image", "image_url")
+    ]
 
 
 def _of_each_image(prompt: list[dict[str, Any]], read: Callable[[dict[str, Any]], T]) -> list[T]:

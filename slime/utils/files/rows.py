@@ -327,7 +327,7 @@ def check_data_file(
     for where, row in read_rows(path, malformed):
         count += 1
         messages = messages_of(row, where, prompt_key, multimodal_keys or {})
-        for part in image_parts(messages):
+        for part in image_parts(messages) if multimodal_keys else ():
             if missing := missing_image(part.get("image")):
                 raise UsageError(f"{where}: there is no image {missing}")
         if label_key is not None:
