@@ -132,9 +132,29 @@ def adapters_in(path: str | None, step: int | None) -> dict[str, Any] | None:
 
 def plan_in(directory: Path) -> dict[str, Any] | None:
     """The same of the directory of one iteration."""
-    shape_file = directory / MODEL_SHAPE_FILE
-    saved: dict[str, Any] = json.loads(shape_file.read_text()) if shape_file.is_file() else {}
-    return saved.get("lora")
+    return _shape_in(directory).get("lora")
+
+
+def saved_shape(path: str | Path | None, step: int | None) -> dict[str, Any] | None:
+    """What a checkpoint of a run says of its model (`MODEL_SHAPE_FILE`); None where the path holds none.
+
+    Args:
+        path: a checkpoint root, or anything else.
+        step: iteration of a root; None takes the one that its tracker names.
+
+    Raises:
+        UsageError: there is no such iteration, or it is not to be trusted.
+    """
+    if path is None or classify_checkpoint(path) != "megatron":
+        return None
+    directory, _ = resolve_checkpoint_dir(path, step)
+    check_names(directory)
+    return _shape_in(directory)
+
+
+def _shape_in(directory: Path) -> dict[str, Any]:
+    file = directory / MODEL_SHAPE_FILE
+    return dict(json.loads(file.read_text())) if file.is_file() else {}
 
 
 MANIFEST_FILE = "manifest.json"

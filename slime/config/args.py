@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from slime.utils.http.api_keys import make_keys
 from slime.utils.misc import hook_args
@@ -141,8 +141,7 @@ class Args(_Flags):
         """The copy that hooks of this process get as `args` (`slime.utils.misc.hook_args`); not frozen."""
         if not self.is_frozen:
             return self
-        copy: Args = object.__getattribute__(self, "_copy")
-        return copy
+        return cast(Args, object.__getattribute__(self, "_copy"))
 
     def freeze(self) -> Args:
         """Make every later change an error; returns itself."""

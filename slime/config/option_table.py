@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import importlib
@@ -26,7 +25,7 @@ import sys
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from slime.utils.errors import UsageError
 
@@ -39,100 +38,66 @@ _DIRECT = sys.stdlib_module_names | {__name__.partition(".")[0]}  # top-level pa
 _DEFAULT_GROUPS = 2  # argparse makes "positional arguments" and "options" itself
 
 
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """One option, as plain values.
-
-    Attributes:
-        names: option strings, without the `--no-...` ones that argparse adds itself.
-        dest, default, nargs, choices, const, required, help, metavar: as in argparse.
-        action: import path of the action class, such as "argparse:_StoreTrueAction".
-        extra: what an action class of slime's takes besides, name -> value.
-        type: import path of the function that reads a value, such as "builtins:int"; None for plain text.
-        group: title of the option's group; None for none of its own.
-        group_description: the line below that title.
-    """
-
-    names: tuple[str, ...]
-    dest: str
-    default: Any = None
-    nargs: int | str | None = None
-    choices: list[Any] | None = None
-    const: Any = None
-    action: str = "argparse:_StoreAction"
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
-    type: str | None = None
-    help: str | None = None
-    required: bool = False
-    metavar: str | None = None
-    group: str | None = None
-    group_description: str | None = None
+# One option, as plain values: key -> what it is where the row does not say
+_ROW: dict[str, Any] = {
+    "names": [],  # option strings, without the `--no-...` ones that argparse adds itself
+    "dest": "",
+    "group": None,  # title of the option's group; None for none of its own
+    "group_description": None,  # the line below that title
+    "action": "argparse:_StoreAction",  # import path of the action class
+    "type": None,  # import path of the function that reads a value, such as "builtins:int"; None for plain text
+    "extra": {},  # what an action class of slime's takes besides, name -> value
+    # as in argparse
+    **dict.fromkeys(("default", "nargs", "choices", "const", "help", "metavar")),
+    "required": False,
+}
+_KEYWORDS = ("default", "nargs", "choices", "const", "required", "metavar", "help")
 
 
 class OptionTable:
     """Options in the order of their registration, and the way back to whoever registered them."""
 
-    def __init__(self, options: list[Option], live: Callable[[], Mapping[str, argparse.Action]]) -> None:
-        """`live` asks the package again: option string -> its real argparse action."""
+    def __init__(self, options: list[dict[str, Any]], live: Callable[[], Mapping[str, argparse.Action]]) -> None:
+        """`options` are rows, keys of `_ROW`; `live` asks the package again: option string -> its real action."""
+        if unknown := {key for row in options for key in row} - _ROW.keys():
+            raise TypeError(f"an option has no {', '.join(sorted(unknown))}")
         self.options = options
         self._live = functools.cache(live)
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Add the options to a parser; an option string that it already has keeps the meaning it has there."""
         groups: dict[str, argparse._ArgumentGroup] = {}
-        for option in self.options:
-            free = [name for name in option.names if name not in parser._option_string_actions]
-            if not free:
-                continue
-            if option.group is not None and option.group not in groups:
-                groups[option.group] = parser.add_argument_group(option.group, option.group_description)
-            target = parser if option.group is None else groups[option.group]
-            target.add_argument(*free, dest=option.dest, **self._keywords(option))
+        for row in (_ROW | option for option in self.options):
+            free = [name for name in row["names"] if name not in parser._option_string_actions]
+            title = row["group"]
+            if free and title is not None and title not in groups:
+                groups[title] = parser.add_argument_group(title, row["group_description"])
+            if free:
+                target = parser if title is None else groups[title]
+                target.add_argument(*free, dest=row["dest"], **self._keywords(row))
 
-    def _keywords(self, option: Option) -> dict[str, Any]:
-        values = {name: vars(option)[name] for name in ("default", "nargs", "choices", "const", "required", "metavar")}
-        values |= {"help": option.help, "type": self._type_of(option)}
-        if not _is_direct(option.action):
-            return values | {"action": functools.partial(_LazyAction, live=self._live)}
-        action = _load(option.action)
-        accepted = {name: value for name, value in values.items() if _accepts(action, name)}
-        return accepted | option.extra | {"action": action}
-
-    def _type_of(self, option: Option) -> Callable[[str], Any] | None:
-        if option.type is None:
-            return None
-        if _is_direct(option.type):
-            return _load(option.type)
-        return _LazyType(option, self._live)
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """The options as JSON values; what equals the default of `Option` is left out."""
-        blank = vars(Option((), ""))
-        return [
-            {name: value for name, value in vars(option).items() if value != blank[name]} for option in self.options
-        ]
-
-
-def options_from_json(rows: list[dict[str, Any]]) -> list[Option]:
-    """The inverse of `OptionTable.to_json`.
-
-    Raises:
-        TypeError, KeyError, AttributeError: the rows are no options.
-    """
-
-    def value_of(name: str, value: Any) -> Any:
+    def _keywords(self, row: Mapping[str, Any]) -> dict[str, Any]:
         # argparse asks for the object SUPPRESS itself
-        return tuple(value) if name == "names" else argparse.SUPPRESS if value == argparse.SUPPRESS else value
+        values = {name: argparse.SUPPRESS if row[name] == argparse.SUPPRESS else row[name] for name in _KEYWORDS}
+        values["type"] = self._type_of(row["type"], row["names"][0])
+        if not _is_direct(row["action"]):
+            return values | {"action": functools.partial(_LazyAction, live=self._live)}
+        action = _load(row["action"])
+        accepted = {name: value for name, value in values.items() if _accepts(action, name)}
+        return accepted | row["extra"] | {"action": action}
 
-    return [Option(**{name: value_of(name, value) for name, value in row.items()}) for row in rows]
+    def _type_of(self, path: str | None, option: str) -> Callable[[str], Any] | None:
+        if path is None or _is_direct(path):
+            return None if path is None else cast("Callable[[str], Any]", _load(path))
+        return _LazyType(path, option, self._live)
 
 
 class _LazyType:
     """Reads a value as the package does; imports it for that."""
 
-    def __init__(self, option: Option, live: Callable[[], Mapping[str, argparse.Action]]) -> None:
-        self._name, self._live = option.names[0], live
-        last = str(option.type).rpartition(":")[2].rpartition(".")[2]
+    def __init__(self, path: str, option: str, live: Callable[[], Mapping[str, argparse.Action]]) -> None:
+        self._name, self._live = option, live
+        last = path.rpartition(":")[2].rpartition(".")[2]
         self.__name__ = last if last.isidentifier() else "value"  # "<lambda>"; argparse puts it into errors
 
     def __call__(self, text: str) -> Any:
@@ -191,7 +156,7 @@ def capture_elsewhere(fill: Fill) -> OptionTable:
     module, name = fill.__module__, fill.__qualname__
     program = (
         f"import json; from {__name__} import capture; from {module} import {name}; "
-        f"print('\\n' + json.dumps(capture({name}).to_json()))"
+        f"print('\\n' + json.dumps(capture({name}).options))"
     )
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     command, environment = [sys.executable, "-c", program], os.environ | {"PYTHONPATH": path}
@@ -210,37 +175,29 @@ def capture_elsewhere(fill: Fill) -> OptionTable:
             f"the flags of an installed package cannot be read, for importing it fails: {reason}; repair the "
             "installation with scripts/setup_env.sh."
         )
-    rows = json.loads(done.stdout.splitlines()[-1])
-    return OptionTable(options_from_json(rows), lambda: capture(fill)._live())
+    return OptionTable(json.loads(done.stdout.splitlines()[-1]), lambda: capture(fill)._live())
 
 
-def _option_of(action: argparse.Action, group: str | None, description: str | None) -> Option:
-    names = tuple(action.option_strings)
+def _option_of(action: argparse.Action, group: str | None, description: str | None) -> dict[str, Any]:
+    names, choices = action.option_strings, action.choices
     if not names:
         raise TypeError(f"positional argument {action.dest} cannot be put into a table")
     if isinstance(action, argparse.BooleanOptionalAction):
-        names = tuple(name for name in names if not name.startswith("--no-"))
-    choices = action.choices
-    option = Option(
-        names=names,
-        dest=action.dest,
-        default=action.default,
-        nargs=action.nargs,
-        choices=None if choices is None else sorted(choices) if isinstance(choices, set) else list(choices),
-        const=action.const,
-        action=_path_of(type(action)),
-        extra=_extra_of(action),
-        type=None if action.type is None else _path_of(action.type),
-        help=action.help,
-        required=action.required,
-        metavar=action.metavar if isinstance(action.metavar, str) else None,
-        group=group,
-        group_description=None if group is None else description,
-    )
-    for value in (option.default, option.const, option.choices, option.extra):
+        names = [name for name in names if not name.startswith("--no-")]
+    row = {name: vars(action)[name] for name in ("dest", "default", "nargs", "const", "help", "required")} | {
+        "names": list(names),
+        "choices": None if choices is None else sorted(choices) if isinstance(choices, set) else list(choices),
+        "action": _path_of(type(action)),
+        "extra": _extra_of(action),
+        "type": None if action.type is None else _path_of(action.type),
+        "metavar": action.metavar if isinstance(action.metavar, str) else None,
+        "group": group,
+        "group_description": None if group is None else description,
+    }
+    for value in (row["default"], row["const"], row["choices"], row["extra"]):
         if json.loads(json.dumps(value, default=repr)) != value:
             raise TypeError(f"option {names[0]} cannot be put into a table: {value!r} is no plain value")
-    return option
+    return {name: value for name, value in row.items() if value != _ROW[name]}
 
 
 def _path_of(thing: Any) -> str:
@@ -295,12 +252,11 @@ def cached_table(name: str, key: Mapping[str, str], fill: Fill, *, elsewhere: bo
         return build()
     digest = hashlib.sha256(json.dumps(full_key, sort_keys=True).encode()).hexdigest()[:16]
     path = directory / f"options-{name}-{digest}.json"
-    options = _read(path, full_key)
-    if options is not None:
-        return OptionTable(options, lambda: build()._live())
+    if known := _read(path, full_key, lambda: build()._live()):
+        return known
     logger.info("asking the installed %s for its options, which takes some seconds the first time", name)
     table = build()
-    _write(path, {"key": full_key, "options": table.to_json()})
+    _write(path, {"key": full_key, "options": table.options})
     return table
 
 
@@ -325,12 +281,12 @@ def code_hash(fill: Fill) -> str:
     return digest.hexdigest()[:16]
 
 
-def _read(path: Path, key: Mapping[str, str]) -> list[Option] | None:
+def _read(path: Path, key: Mapping[str, str], live: Callable[[], Mapping[str, argparse.Action]]) -> OptionTable | None:
     try:
         content = json.loads(path.read_text())
         if content["key"] != key:
             raise ValueError("it is another table")
-        return options_from_json(content["options"])
+        return OptionTable(content["options"], live)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

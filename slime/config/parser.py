@@ -92,8 +92,7 @@ def add_flags(group: argparse._ArgumentGroup | argparse.ArgumentParser, flags_cl
 
 def defaults_of(flags_class: type) -> dict[str, Any]:
     """attribute -> default of a class of flags (fresh lists and dicts)."""
-    instance = flags_class()
-    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(flags_class)}
+    return {field.name: default_of(field) for field in dataclasses.fields(flags_class)}
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:

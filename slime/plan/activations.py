@@ -33,6 +33,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from slime.plan.layout import ParallelLayout
+from slime.utils.misc import needed
 from slime.utils.model_shape import ModelShape
 
 FP32 = 4
@@ -157,8 +158,7 @@ def _delta_net_elements(
 
     A context-parallel rank goes through whole sequences between the projection and the norm.
     """
-    net = shape.delta_net
-    assert net is not None
+    net = needed(shape.delta_net)
     spread = 2 * net.num_value_heads * net.key_head_dim + net.value_width
     whole = layout.cp * (2 * net.conv_width + spread + net.value_width + net.conv_width * (layout.cp > 1))
     return (net.in_width + whole + 2 * net.value_width) / layout.tp
@@ -175,8 +175,7 @@ def _mlp_widths(shape: ModelShape, compute: Compute) -> int:
 
 
 def _expert_elements(shape: ModelShape, layout: ParallelLayout, compute: Compute, skipped: Collection[str]) -> float:
-    moe = shape.experts
-    assert moe is not None
+    moe = needed(shape.experts)
     hidden = shape.hidden_size / (layout.tp if layout.is_sequence_parallel else 1)
     if "moe" in skipped:
         return 0

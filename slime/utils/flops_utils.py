@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from slime.utils.misc import needed
 from slime.utils.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -181,8 +182,7 @@ def _attention_weights(shape: ModelShape) -> int:
 
 def _active_expert_weights(shape: ModelShape) -> int:
     """Of a layer with experts, those that one token goes through."""
-    experts = shape.experts
-    assert experts is not None
+    experts = needed(shape.experts)
     router = shape.hidden_size * (experts.num + experts.has_shared_gate)
     chosen = experts.topk * _mlp(shape, experts.ffn_hidden_size)
     return router + chosen + _mlp(shape, experts.shared_ffn_hidden_size)

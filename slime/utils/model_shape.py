@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from slime.utils.misc import needed
+
 if TYPE_CHECKING:
     from slime.config.args import Args
 
@@ -353,8 +355,7 @@ class ModelShape:
         return matrices, replicated
 
     def _latent_params(self) -> tuple[int, int]:
-        latent = self.latent
-        assert latent is not None
+        latent = needed(self.latent)
         up = latent.kv_lora_rank * self.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
         down = self.hidden_size * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
         norms = latent.kv_lora_rank * self.norm_width * self.has_qk_norm
@@ -368,8 +369,7 @@ class ModelShape:
         return query + up + self.attention_out_width * self.hidden_size, down + norms + chooser
 
     def _delta_net_params(self) -> tuple[int, int]:
-        net = self.delta_net
-        assert net is not None
+        net = needed(self.delta_net)
         matrices = self.hidden_size * (net.in_width + net.value_width)
         by_channel = net.conv_width * net.kernel + 2 * net.num_value_heads  # convolution; decays and their biases
         return matrices + by_channel, net.value_head_dim

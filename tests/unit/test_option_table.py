@@ -39,7 +39,7 @@ def fill_plain(parser: argparse.ArgumentParser) -> None:
 
 def read_again(table: OptionTable) -> OptionTable:
     """The table after a file."""
-    return OptionTable(option_table.options_from_json(json.loads(json.dumps(table.to_json()))), table._live)
+    return OptionTable(json.loads(json.dumps(table.options)), table._live)
 
 
 LINES = [

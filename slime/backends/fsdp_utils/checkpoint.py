@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +22,9 @@ from slime.backends.fsdp_utils.lora import adapters_of, base_checksum
 from slime.backends.fsdp_utils.model import Policy
 from slime.backends.fsdp_utils.optimizer import OPTIMIZERS, ShardedAdamW, ShardedSgd
 from slime.backends.fsdp_utils.weights import HEAD, fixed_tensors, named_parameters, trained_parameters
-from slime.backends.megatron_utils.checkpoint.iterations import UnfinishedCheckpoint
+from slime.backends.megatron_utils.checkpoint.iterations import UnfinishedCheckpoint, new_directory
 from slime.backends.megatron_utils.megatron_patch.checkpoints import loading
-from slime.checkpoints.paths import MODEL_SHAPE_FILE, check_names, iteration_dir, resolve_checkpoint_dir
+from slime.checkpoints.paths import MODEL_SHAPE_FILE, check_names, resolve_checkpoint_dir
 from slime.training.adapters import compare_base, refuse_adapters_alone
 from slime.training.backend import CheckpointSource
 from slime.training.resume import gives_way_to_a_full_disk, together
@@ -125,12 +124,7 @@ def begin_checkpoint(
     Raises:
         DiskFull: it does not fit; nothing of it is left.
     """
-    final = iteration_dir(root, iteration)
-    partial = final.with_name(f".{final.name}.partial")
-    with gives_way_to_a_full_disk(partial, needed=None):
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+    partial = new_directory(root, iteration)
     tensors, more = weights(state.policy), {"iteration": iteration, "world_size": dist.get_world_size()}
     if "optimizer" in contents:
         tensors |= moments(state)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from slime.backends.megatron_utils.megatron_patch.without_apex import Adam
 from slime.config.args import Args
 from slime.utils.accelerator import reserve_segment
+from slime.utils.misc import needed
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -149,14 +151,12 @@ class MasterAdam(Adam):
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for param in params:
-                host = self._host[param]
-                assert host is not None
+                host = needed(self._host[param])
                 host.grad.copy_(_grad(param).float(), non_blocking=True)
                 host.has_arrived.record(self._stream)
 
     def _update_on_host(self, group: dict[str, Any], param: torch.Tensor) -> None:
-        host = self._host[param]
-        assert host is not None
+        host = needed(self._host[param])
         if not self._held.overlaps:
             self._send_grads([param])
         host.has_arrived.synchronize()
@@ -171,23 +171,7 @@ class MasterAdam(Adam):
         """Adam's step on a weight's state, where that is; the moments are in fp32 meanwhile."""
         state = self.state[param]
         first, second = (state[name].float() for name in MOMENTS)
-        beta1, beta2 = group["betas"]
-        update = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
-        update(
-            [state["master_param"]],
-            [grad.float()],
-            [first],
-            [second],
-            [],
-            [torch.full((), float(group["step"]), device=grad.device)],
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
+        self._fused_update(group, [state["master_param"]], [grad.float()], [first], [second])
         if first is not state["exp_avg"]:
             state["exp_avg"].copy_(first)
 
@@ -196,18 +180,15 @@ def _grad(param: Any) -> Any:
     return vars(param).get("decoupled_grad")
 
 
-class _threads:
-    """A block in which torch computes with this many CPU threads."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __enter__(self) -> None:
-        self._before = torch.get_num_threads()
-        torch.set_num_threads(self._number)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self._before)
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """Let torch use so many threads of the CPU inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def held_by(args: Args) -> Held | None:

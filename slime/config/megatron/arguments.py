@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.checkpoints.paths import MODEL_SHAPE_FILE, check_names, classify_checkpoint, resolve_checkpoint_dir
+from slime.checkpoints.paths import classify_checkpoint, saved_shape
 from slime.config.args import Args
 from slime.config.megatron import value_checks
 from slime.config.megatron.config_flags import add_config_flags
@@ -209,18 +209,11 @@ def checkpoint_shape_problems(args: Args, flag: str, path: str | None, step: int
 
     One sentence where there is no checkpoint, or its .metadata names what would be run.
     """
-    if classify_checkpoint(path) != "megatron":
-        return []
-    assert path is not None
     try:
-        directory, _ = resolve_checkpoint_dir(path, step)
-        check_names(directory)
+        saved = saved_shape(path, step) or {}
     except UsageError as error:
         return [f"{flag}: {message}" for message in error.messages]
-    shape_file = directory / MODEL_SHAPE_FILE
-    if not shape_file.is_file():
-        return []
-    saved, ours = json.loads(shape_file.read_text()), model_shape(args)
+    ours = model_shape(args) if saved else {}
     return [
         f"{flag} {path} holds a model with {option_of(name)} {saved[name]}, the flags say {ours[name]}."
         for name in SHAPE_KEYS

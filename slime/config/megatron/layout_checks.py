@@ -27,6 +27,7 @@ from slime.config.megatron.derived import (
 from slime.config.megatron.training_checks import check_instances
 from slime.config.problems import Check, NoEffect, Rule, broken, where
 from slime.plan.pipeline_layout import text_problem
+from slime.utils.errors import sentences
 
 ALLGATHER_CP_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """HF architectures with sparse attention."""
@@ -177,19 +178,29 @@ def _check_virtual_stages(args: Args, layout: Layout, equal: int | None) -> Iter
     """The layers of every rank divide into its virtual stages; `equal` are those of a rank between the ends."""
     parts = {"a stage of": equal, **{option: vars(args)[name] for name, option in ENDS.items()}}
     numbers = {what: layers for what, layers in parts.items() if layers and layers > 0}
-    per_virtual = args.num_layers_per_virtual_pipeline_stage
-    if per_virtual and per_virtual > 0:
-        if uneven := [option for option in numbers if option.startswith("--")]:
-            yield (
-                f"--num-layers-per-virtual-pipeline-stage {per_virtual} is for stages of one size and does not go "
-                f"with {' and '.join(uneven)}; --num-virtual-stages-per-pipeline-rank does."
+    uneven, size = (
+        [option for option in numbers if option.startswith("--")],
+        args.num_layers_per_virtual_pipeline_stage,
+    )
+    has_size = bool(size and size > 0)
+    return sentences(
+        (
+            has_size and uneven,
+            f"--num-layers-per-virtual-pipeline-stage {size} is for stages of one size and does not go with "
+            f"{' and '.join(uneven)}; --num-virtual-stages-per-pipeline-rank does.",
+        ),
+        (
+            has_size and not uneven and equal and equal % (size or 1),
+            f"--num-layers-per-virtual-pipeline-stage {size} does not divide a stage of {equal} layers.",
+        ),
+        *(
+            (
+                not has_size and layers % layout.virtual,
+                f"--num-virtual-stages-per-pipeline-rank {layout.virtual} does not divide {what} {layers} layers.",
             )
-        elif equal and equal % per_virtual:
-            yield f"--num-layers-per-virtual-pipeline-stage {per_virtual} does not divide a stage of {equal} layers."
-        return
-    for what, layers in numbers.items():
-        if layers % layout.virtual:
-            yield f"--num-virtual-stages-per-pipeline-rank {layout.virtual} does not divide {what} {layers} layers."
+            for what, layers in numbers.items()
+        ),
+    )
 
 
 def _spread(args: Args) -> int:

@@ -56,9 +56,8 @@ class LoraPlan:
     @classmethod
     def of(cls, args: Args) -> LoraPlan | None:
         """The plan of the flags; None where all weights are trained, and for tools, which have no such flag."""
-        if vars(args).get("lora_rank") is None:
+        if (rank := vars(args).get("lora_rank")) is None:
             return None
-        assert args.lora_rank is not None
         given, excluded = args.lora_target_modules or [ALL_LINEAR], args.lora_exclude_modules or ()
         projections = {
             linear: names
@@ -68,8 +67,8 @@ class LoraPlan:
             and not (EXPERTS in excluded and "{e}" in linear)
             and not (linear == OUTPUT_LAYER and _is_critic(args))
         }
-        alpha = 2.0 * args.lora_rank if args.lora_alpha is None else args.lora_alpha
-        return cls(args.lora_rank, alpha, projections, args.lora_use_rslora, args.lora_dropout, args.lora_init)
+        alpha = 2.0 * rank if args.lora_alpha is None else args.lora_alpha
+        return cls(rank, alpha, projections, args.lora_use_rslora, args.lora_dropout, args.lora_init)
 
     @property
     def scale(self) -> float:
@@ -192,13 +191,12 @@ def _check_adapter_path(args: Args) -> Iterator[str]:
     """--lora-adapter-path is a PEFT directory with adapters of these flags, over this base."""
     if args.lora_adapter_path is None:
         return
-    file, plan = Path(args.lora_adapter_path) / "adapter_config.json", LoraPlan.of(args)
+    file, plan = Path(args.lora_adapter_path) / "adapter_config.json", needed(LoraPlan.of(args))
     try:
         saved = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         yield f"--lora-adapter-path {args.lora_adapter_path}: {file} cannot be read ({error}); give a PEFT directory."
         return
-    assert plan is not None
     yield from (
         f"--lora-adapter-path {args.lora_adapter_path}: {text}"
         for text in adapter_differences(saved, plan.rank, plan.scale, plan.target_modules)

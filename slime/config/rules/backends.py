@@ -5,11 +5,10 @@ Nothing that is given is ignored: a flag of Megatron's is honoured, or refused w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from slime.checkpoints.paths import MODEL_SHAPE_FILE, check_names, classify_checkpoint, resolve_checkpoint_dir
+from slime.checkpoints.paths import saved_shape
 from slime.config.args import Args
 from slime.config.lora_policies import policy_problems
 from slime.config.megatron.arguments import kernel_problems, megatron_problems
@@ -20,7 +19,8 @@ from slime.config.megatron.value_checks import check_ranges
 from slime.config.problems import Problems, Rule, broken
 from slime.config.rules.batch import check_schedule_length, check_warmup
 from slime.models.families import FAMILIES, family_of_config
-from slime.utils.errors import UsageError, sentences
+from slime.utils.errors import sentences
+from slime.utils.misc import attempt
 from slime.weights.names import read_config, text_config
 
 FSDP = "--train-backend fsdp"
@@ -335,15 +335,8 @@ def foreign_checkpoints(args: Args) -> Iterator[str]:
         ("--opd-teacher-load", args.opd_teacher_load, args.opd_teacher_ckpt_step),
     )
     for flag, path, step in of_flags:
-        if classify_checkpoint(path) != "megatron":
-            continue
-        try:
-            directory, _ = resolve_checkpoint_dir(str(path), step)
-            check_names(directory)
-        except UsageError:
-            continue  # what is wrong then is said elsewhere
-        shape = directory / MODEL_SHAPE_FILE
-        saved = json.loads(shape.read_text()).get("train_backend", "megatron") if shape.is_file() else "megatron"
+        shape, _ = attempt(saved_shape, path, step)  # what is wrong with it is said elsewhere
+        saved = args.train_backend if shape is None else shape.get("train_backend", "megatron")
         if saved != args.train_backend:
             yield (
                 f"{flag} {path} was written by --train-backend {saved}, which --train-backend {args.train_backend} "

@@ -15,7 +15,7 @@ from slime.config.derive import FULLY_ASYNC_ROLLOUT
 from slime.config.problems import Check, NoEffect, Rule, WithoutEffect, each, first_of, for_each, plain_option, where
 from slime.config.prompt_sources import source_problems
 from slime.plugins import OWN_TRACKERS, TRACKER_PACKAGES, TRACKERS, Table, problem_of_tracker
-from slime.utils.errors import did_you_mean
+from slime.utils.errors import did_you_mean, sentences
 from slime.utils.misc import try_to_load
 from slime.utils.processing_utils import PROCESSOR_FILES, has_processor
 from slime.utils.types import MultimodalTypes
@@ -66,31 +66,42 @@ def check_rewards(args: Args, *, known: Table[Any], needs_label: Callable[[str],
     builtin = uses_builtin_reward(args)
     yield from check_rm_type(args, args.rm_type, "--rm-type", known=known)
     for dataset in (*args.prompt_sources, *args.eval_datasets):
-        where, is_trained = dataset.where, dataset in args.prompt_sources
+        where, is_trained, idle = dataset.where, dataset in args.prompt_sources, dataset.set_for_rollouts
         yield from check_rm_type(args, dataset.rm_type, f"{where}: rm_type", known=known)
-        if is_trained and args.group_rm and dataset.custom_rm_path:
-            yield (
-                f"{where}: custom_rm_path {dataset.custom_rm_path}: --group-rm has whole groups scored by "
-                "--custom-rm-path; leave one of them out."
-            )
-        if is_trained and args.loss_type == "sft_loss" and (idle := dataset.set_for_rollouts):
-            instead = "with --loss-type sft_loss, which generates and grades nothing"
-            yield NoEffect(f"{where}: {', '.join(idle)}", instead, "leave it out")
-        if dataset.rm_type and args.custom_rm_path and not dataset.custom_rm_path:
-            yield NoEffect(
-                f"{where}: rm_type {dataset.rm_type}",
-                f"with --custom-rm-path {args.custom_rm_path}, which goes first",
-                "give the data set a custom_rm_path",
-            )
         grader = None if dataset.custom_rm_path or not builtin else dataset.rm_type or args.rm_type
         # With a teacher the rewards may be all the same: what is learned is its log-probs.
         is_compared = dataset.label_key is None and not (is_trained and args.use_opd)
-        if grader and is_compared and needs_label(grader):
-            if is_trained and not dataset.rm_type:
-                yield f"--rm-type {grader} compares with a label: name its field with --label-key ({fields})."
-            else:
-                key = "label_key" if is_trained else "--eval-label-key or label_key"
-                yield f"{where}: rm_type {grader} compares with a label: name its field with {key}."
+        lacks_label = grader and is_compared and needs_label(grader)
+        key = "label_key" if is_trained else "--eval-label-key or label_key"
+        yield from sentences(
+            (
+                is_trained and args.group_rm and dataset.custom_rm_path,
+                f"{where}: custom_rm_path {dataset.custom_rm_path}: --group-rm has whole groups scored by "
+                "--custom-rm-path; leave one of them out.",
+            ),
+            (
+                is_trained and args.loss_type == "sft_loss" and idle,
+                NoEffect(
+                    f"{where}: {', '.join(idle)}",
+                    "with --loss-type sft_loss, which generates and grades nothing",
+                    "leave it out",
+                ),
+            ),
+            (
+                dataset.rm_type and args.custom_rm_path and not dataset.custom_rm_path,
+                NoEffect(
+                    f"{where}: rm_type {dataset.rm_type}",
+                    f"with --custom-rm-path {args.custom_rm_path}, which goes first",
+                    "give the data set a custom_rm_path",
+                ),
+            ),
+            (
+                lacks_label,
+                f"--rm-type {grader} compares with a label: name its field with --label-key ({fields})."
+                if is_trained and not dataset.rm_type
+                else f"{where}: rm_type {grader} compares with a label: name its field with {key}.",
+            ),
+        )
 
 
 # What a built-in reward cannot do without: attribute, and what its flag names.

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from slime.config.option_table import Fill, OptionTable, cached_table
 
@@ -170,10 +170,12 @@ class _Filtered:
         if dest in self._owned:
             return None
         keywords = {"dest": self._prefix + dest} | _without_sglang(keywords)
-        added: argparse.Action = self._target.add_argument(
-            *(f"--{self._prefix.replace('_', '-')}{name[2:]}" for name in names), **keywords
+        return cast(
+            argparse.Action,
+            self._target.add_argument(
+                *(f"--{self._prefix.replace('_', '-')}{name[2:]}" for name in names), **keywords
+            ),
         )
-        return added
 
 
 def _without_sglang(keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,8 +87,7 @@ def is_built_for_amd() -> bool:
 
 def cuda_version() -> str | None:
     """The CUDA that the installed torch was built with ("13.0"); None for a build for CPUs."""
-    version: str | None = _torch_build().get("cuda")
-    return version
+    return cast("str | None", _torch_build().get("cuda"))
 
 
 def _torch_build() -> dict[str, Any]:

@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -83,8 +83,7 @@ def kernel_on_cuda(path: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             is_on_cuda = isinstance(first, torch.Tensor) and first.device.type == "cuda"
             if not is_on_cuda or not triton_works():
                 return function(*args, **kwargs)
-            found: R = kernel()(*args, **kwargs)
-            return found
+            return cast(R, kernel()(*args, **kwargs))
 
         return call
 

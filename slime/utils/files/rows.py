@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import orjson
 
@@ -193,10 +193,7 @@ class ParquetRows:
     def read(self, position: int, size: int) -> dict[str, Any]:
         """A row that `scan(remember=True)` has passed; any thread may ask, once the scan is over."""
         # this process wrote it to a file without a name
-        row: dict[str, Any] = pickle.loads(  # nosec B301
-            os.pread(self._spool.fileno(), size, position)
-        )
-        return row
+        return cast("dict[str, Any]", pickle.loads(os.pread(self._spool.fileno(), size, position)))  # nosec B301
 
 
 def _sliced(rows: Any, wanted: slice, count: Any) -> Iterator[Row]:

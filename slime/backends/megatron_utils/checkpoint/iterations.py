@@ -101,6 +101,21 @@ class UnfinishedCheckpoint:
         return final
 
 
+def new_directory(root: str | Path, iteration: int | str) -> Path:
+    """Make an empty directory for the files of an iteration, which has no name of its own yet; all ranks call it.
+
+    Raises:
+        DiskFull: it does not fit.
+    """
+    final = iteration_dir(root, iteration)
+    partial = final.with_name(f".{final.name}.partial")
+    with gives_way_to_a_full_disk(partial, needed=None):
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+    return partial
+
+
 def begin_checkpoint(
     root: str | Path,
     iteration: int | str,
@@ -129,12 +144,7 @@ def begin_checkpoint(
     Raises:
         DiskFull: it does not fit; nothing of it is left, and the tracker still names the one before.
     """
-    final = iteration_dir(root, iteration)
-    partial = final.with_name(f".{final.name}.partial")
-    with gives_way_to_a_full_disk(partial, needed=None):
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+    partial = new_directory(root, iteration)
     for chunk in model:
         finish_param_gather(chunk)
     state = _state_to_save(iteration, model, optimizer, scheduler=scheduler, contents=contents)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
@@ -120,8 +120,7 @@ def _activation(config: Any, hidden: torch.Tensor, probs: torch.Tensor | None = 
     mlp = SimpleNamespace(
         config=config, activation_func=config.activation_func, linear_fc1=unchanged, linear_fc2=unchanged
     )
-    activated: torch.Tensor = MLP.forward(mlp, hidden, probs)[0]
-    return activated
+    return cast(torch.Tensor, MLP.forward(mlp, hidden, probs)[0])
 
 
 class GroupedLinear(torch.autograd.Function):

@@ -20,7 +20,7 @@ Names of the base's parameters do not change: the module gets another class and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -136,8 +136,7 @@ class Adapter(torch.nn.Module):
             if self._num_rows is not None:  # logits are the largest tensor of a step: there is none beside them
                 return output.add_(self(x))
             return output + self(x)
-        added: torch.Tensor = _Added.apply(output, x, self.lora_A, self.scale, self.groups, *self.lora_B)
-        return added
+        return cast(torch.Tensor, _Added.apply(output, x, self.lora_A, self.scale, self.groups, *self.lora_B))
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
         """Scale A x, of all projections: [s, b, rank] of all tokens, whatever the layer gets of them."""

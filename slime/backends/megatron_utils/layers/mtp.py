@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -60,14 +60,12 @@ class PredictionLayer(MultiTokenPredictionLayer):
         """hidden, embedded [T, 1, H] -> [T, 1, H]; `inputs` are those of the transformer layer."""
 
         def run(hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-            output: torch.Tensor = self._proj_and_transformer_layer(hidden, embedded, **inputs)
-            return output
+            return cast(torch.Tensor, self._proj_and_transformer_layer(hidden, embedded, **inputs))
 
         if self.config.recompute_granularity == "full" and self.training:
             if not hidden.requires_grad:  # a recomputed function whose inputs need no gradient gives its weights none
                 hidden.requires_grad_()
-            output: torch.Tensor = tensor_parallel.checkpoint(run, False, hidden, embedded)
-            return output
+            return cast(torch.Tensor, tensor_parallel.checkpoint(run, False, hidden, embedded))
         return run(hidden, embedded)
 
 
@@ -110,8 +108,7 @@ class PredictingGPT(GPTModel):
             return hidden
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden, weight=weight, runtime_gather_output=told["runtime_gather_output"])
-        output: torch.Tensor = logits.transpose(0, 1).contiguous()
-        return output
+        return cast(torch.Tensor, logits.transpose(0, 1).contiguous())
 
     def _predict(self, hidden: torch.Tensor, told: dict[str, Any]) -> list[torch.Tensor]:
         names = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
@@ -111,10 +111,12 @@ def rounded_linear(
     Returns:
         [..., out], of all the sequence where `sequence_parallel` says that `input` is a part of it.
     """
-    output: torch.Tensor = _RoundedLinear.apply(
-        input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group, rounding
+    return cast(
+        torch.Tensor,
+        _RoundedLinear.apply(
+            input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group, rounding
+        ),
     )
-    return output
 
 
 class _RoundedLinear(torch.autograd.Function):

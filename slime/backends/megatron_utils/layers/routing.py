@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -134,8 +134,7 @@ class ReplayRouter(TopKRouter):
         save_to_aux_losses_tracker("z_loss", loss / coefficient, self.layer_number, layers)
         if self.calculate_per_token_loss and self._now is not None:
             loss = loss * self._now.num_trained
-        scaled: torch.Tensor = MoEAuxLossAutoScaler.apply(logits, loss)
-        return scaled
+        return cast(torch.Tensor, MoEAuxLossAutoScaler.apply(logits, loss))
 
     def _share(self, logits: torch.Tensor, padding_mask: torch.Tensor | None) -> torch.Tensor:
         """Of the rows without padding of all tensor- and context-parallel ranks, those of this one."""

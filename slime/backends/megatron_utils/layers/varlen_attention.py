@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -45,15 +45,13 @@ def keep(packed_seq_params: Any, name: str, make: Callable[[], T]) -> T:
     known, attribute = vars(packed_seq_params), f"_slime_{name}"
     if attribute not in known:
         known[attribute] = make()
-    found: T = known[attribute]
-    return found
+    return cast(T, known[attribute])
 
 
 def cu_seqlens_of(packed_seq_params: Any) -> torch.Tensor:
     """[sequences + 1] where the sequences start, padding included, and the end of the last, on the device."""
     padded = packed_seq_params.cu_seqlens_q_padded
-    found: torch.Tensor = packed_seq_params.cu_seqlens_q if padded is None else padded
-    return found
+    return cast(torch.Tensor, packed_seq_params.cu_seqlens_q if padded is None else padded)
 
 
 def note_ends(packed_seq_params: Any, ends: list[int]) -> None:

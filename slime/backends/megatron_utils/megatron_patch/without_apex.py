@@ -77,17 +77,16 @@ class Adam(torch.optim.Optimizer):
         if self.is_stateless:
             return self._step_without_moments(group, params)
         self._fill(params)
-        grads: Any = [p.grad for p in params]
-        exp_avgs = [self.state[p]["exp_avg"] for p in params]
-        exp_avg_sqs = [self.state[p]["exp_avg_sq"] for p in params]
-        beta1, beta2 = group["betas"]
+        moments = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
+        self._fused_update(group, params, [p.grad for p in params], *moments)
+
+    def _fused_update(self, group: dict[str, Any], params: list[torch.Tensor], *of_params: list[Any]) -> None:
+        """One kernel for all of them; `of_params`: their gradients, first and second moments."""
         step = torch.full((), float(group["step"]), device=params[0].device)
-        update = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
-        update(
+        beta1, beta2 = group["betas"]
+        (torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_)(
             params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
+            *of_params,
             [],
             [step] * len(params),
             lr=group["lr"],

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -195,8 +195,7 @@ def block_spec(
     path = ".".join(args.spec) if args.spec else OF_VARIANT.get(args.experimental_attention_variant or "")
     if path is None:
         return assemble_block(args, config, vp_stage)
-    found: TransformerBlockSubmodules | ModuleSpec = load_function(path)(hook_args(args), config, vp_stage)
-    return found
+    return cast("TransformerBlockSubmodules | ModuleSpec", load_function(path)(hook_args(args), config, vp_stage))
 
 
 def assemble_block(

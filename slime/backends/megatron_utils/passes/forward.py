@@ -109,8 +109,7 @@ def from_last_stage(value: T) -> T:
         src=parallel_state.get_pipeline_model_parallel_last_rank(),
         group=parallel_state.get_pipeline_model_parallel_group(),
     )
-    found: T = held[0]
-    return found
+    return cast(T, held[0])
 
 
 def columns_from_last_stage(

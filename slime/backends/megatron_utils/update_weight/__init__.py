@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from slime.backends.megatron_utils.update_weight.base import NoLinkError, WeightSyncError, WeightUpdater
 from slime.config.args import Args
@@ -112,5 +112,4 @@ def build_weight_updater(args: Args, model: Any, *, colocated: bool) -> WeightUp
         colocated: trainer and engines share their slots, so that memory can be handed over.
     """
     # Found by name: some of them reach SGLang's classes, which takes seconds to import.
-    updater: WeightUpdater = load_function(way_of(args, colocated=colocated).updater)(args, model)
-    return updater
+    return cast(WeightUpdater, load_function(way_of(args, colocated=colocated).updater)(args, model))

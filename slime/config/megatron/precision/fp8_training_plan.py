@@ -19,7 +19,7 @@ from slime.config.problems import Check, Problems, Rule, broken, first_of
 from slime.models.families import family_of_args
 from slime.models.family import Family
 from slime.utils import accelerator
-from slime.utils.errors import UsageError
+from slime.utils.errors import UsageError, sentences
 from slime.utils.model_shape import ModelShape
 from slime.weights.formats import DEFAULT_BLOCK, Fp8Format, WeightFormat, format_of_checkpoint, weight_format_of
 
@@ -94,37 +94,41 @@ def fp8_training_problems(args: Args, hf_config: Mapping[str, Any] | None, *, lo
 
 
 def _layer_problems(args: Args, hf_config: Mapping[str, Any]) -> Problems:
-    problems = Problems()
     if ModelShape.of(args) is None:  # said elsewhere
-        return problems
+        return Problems()
     try:
         fmt = weight_format_of(hf_config)
         plan = Fp8Training._with(args, fmt)
     except UsageError:  # an unknown family or format, which is said elsewhere
-        return problems
-    if fmt is not None and (not isinstance(fmt, Fp8Format) or fmt.block_size != DEFAULT_BLOCK):
-        problems.wrong.append(
-            f"{FLAGS}: the engines of --hf-checkpoint {args.hf_checkpoint} have weights in {fmt.kind} with other "
-            f"scales than one a block of {BLOCK} x {BLOCK}, so that they would not have the values that are trained; "
-            "use a checkpoint in 16 bit, or one of tools/convert_hf_to_fp8.py."
-        )
-    sizes = ", ".join(f"{name} ({size.rows} x {size.columns})" for name, size in plan.left_out().items())
-    if not any(plan.takes(layer, name) for layer, sizes in enumerate(plan.sizes) for name in sizes):
-        problems.wrong.append(
+        return Problems()
+    stay = ", ".join(f"{name} ({size.rows} x {size.columns})" for name, size in plan.left_out().items())
+    takes_any = any(plan.takes(layer, name) for layer, sizes in enumerate(plan.sizes) for name in sizes)
+    wrong = sentences(
+        (
+            fmt is not None and (not isinstance(fmt, Fp8Format) or fmt.block_size != DEFAULT_BLOCK),
+            f"{FLAGS}: the engines of --hf-checkpoint {args.hf_checkpoint} have weights in {fmt and fmt.kind} with "
+            f"other scales than one a block of {BLOCK} x {BLOCK}, so that they would not have the values that are "
+            "trained; use a checkpoint in 16 bit, or one of tools/convert_hf_to_fp8.py.",
+        ),
+        (
+            not takes_any,
             f"{FLAGS}: a rank has no linear layer outside of experts that is whole blocks of {BLOCK} x {BLOCK} and "
-            f"not kept in 16 bit by the checkpoint: {sizes or 'none'} (rows of a head, of a gate, or all); leave "
-            "--fp8-format out."
-        )
-    elif sizes:
-        problems.notes.append(
+            f"not kept in 16 bit by the checkpoint: {stay or 'none'} (rows of a head, of a gate, or all); leave "
+            "--fp8-format out.",
+        ),
+    )
+    notes = sentences(
+        (
+            takes_any and stay,
             f"{FLAGS}: these linear layers stay in 16 bit in some layers, as they are no whole blocks of {BLOCK} x "
-            f"{BLOCK} on a rank (rows of a head, of a gate, or all), or the checkpoint keeps them so: {sizes}."
-        )
-    if args.num_moe_experts and not args.megatron_deepgemm_moe_forward_layers:
-        problems.notes.append(
-            f"{FLAGS}: experts are trained in 16 bit; {MOE_LAYERS} computes their forward pass in fp8."
-        )
-    return problems
+            f"{BLOCK} on a rank (rows of a head, of a gate, or all), or the checkpoint keeps them so: {stay}.",
+        ),
+        (
+            args.num_moe_experts and not args.megatron_deepgemm_moe_forward_layers,
+            f"{FLAGS}: experts are trained in 16 bit; {MOE_LAYERS} computes their forward pass in fp8.",
+        ),
+    )
+    return Problems(wrong=[*wrong], notes=[*notes])
 
 
 _LEAVE = "leave --fp8-format out"
