@@ -39,6 +39,7 @@ PUBLIC_PATHS = (
     "slime.backends.sglang_utils.sglang_config",
     "slime.observability.profile_utils",
     "slime.observability.rollout_data_utils",
+    "slime.observability.tensorboard_utils",
     "slime.observability.train_data_utils",
     "slime.observability.train_metric_utils",
     "slime.rollout.filter_hub.base_types",

@@ -1,6 +1,6 @@
 """Which runs there are in the given directories, what each has written so far, and where its time went.
 
-A run is a directory with a metrics.jsonl. It says more of itself in run_events.jsonl (slime.observability.run_events);
+A run is a directory with a metrics.jsonl. It says more of itself in run_events.jsonl (`RunEvents`);
 a run without that file, written earlier or by something else, is shown from its metrics alone. So are its phases: a
 record is written when what it tells of has ended.
 """
@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from slime.observability.run_events import FILE as EVENTS_FILE
 from slime.observability.series import Lines, Series, finite, is_inside
-from slime.processes.directories import METRICS_FILE
+from slime.processes.directories import EVENTS_FILE, METRICS_FILE
 
 if TYPE_CHECKING:
     from slime.dashboard.records import Samples

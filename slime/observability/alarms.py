@@ -7,7 +7,7 @@ Alarms are about trends. One number that cannot be right ends a run with --ci-te
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -382,25 +382,3 @@ class AlarmWatch:
         ]
         self._active = {name: self._active.get(name, finding) for name, finding in found.items()}
         return begun + ended
-
-
-def replay(records: Iterable[Mapping[str, Any]], settings: AlarmSettings) -> list[dict[str, Any]]:
-    """Return the alarms of a run that was recorded, in order.
-
-    Args:
-        records: the lines of a metrics.jsonl; those that are no records of metrics are left out.
-        settings: thresholds.
-    """
-    watch, alarms, rollout_id = AlarmWatch(settings), [], None
-    for record in records:
-        step_key = record.get("step_key", "")
-        if step_key not in record or "alarm" in record:
-            continue
-        if step_key == ROLLOUT and rollout_id is not None and record[step_key] > rollout_id:
-            alarms += watch.changes(rollout_id)
-        if step_key == ROLLOUT:
-            rollout_id = int(record[step_key])
-        numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
-        numbers.pop("time", None)
-        watch.note(numbers, step_key)
-    return alarms if rollout_id is None else alarms + watch.changes(rollout_id)

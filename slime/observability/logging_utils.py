@@ -1,4 +1,4 @@
-"""Where metric records go: the console and metrics.jsonl; and the format of log lines.
+"""Where metric records go: the console and metrics.jsonl; what a run says of itself; and the format of log lines.
 
 Answers of evaluations go to eval_samples.jsonl. Trackers read both files in a process of their own (`trackers`).
 
@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +26,9 @@ from slime.observability.alarms import AlarmWatch
 from slime.observability.console import ConsoleSink, write_curves
 from slime.observability.trackers import ALARM_KEY, EVAL_SAMPLES_FILE, EvalSample, trackers_of
 from slime.observability.trackers.client import TrackerWriter
-from slime.processes.directories import METRICS_FILE
+from slime.processes.directories import EVENTS_FILE, METRICS_FILE, PRIVATE
 from slime.utils.errors import is_of_full_disk, line_of_full_disk
+from slime.utils.http.api_keys import without_secrets
 
 STEP_KEY = "rollout/step"
 RESERVED = ("step_key", "time", STEP_KEY)  # Names that a line of metrics.jsonl has anyway
@@ -198,6 +200,37 @@ class JsonlSink:
         """Say how many lines are lost, if any are."""
         self._records.finish()
         self._answers.finish()
+
+
+class RunEvents:
+    """run_events.jsonl: what a run says of itself, for pages that are looked at while it runs and after it crashed.
+
+    One line an event, appended by the driver: "start" (command, flags, process), "plan" (the rollouts to do; again
+    after a restart), "begin" and "end" of each phase, and "finish" (how it ended).
+
+    Args:
+        directory: --output-dir.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lines = AppendedLines(directory / EVENTS_FILE, mode=PRIVATE)
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append an event; what is no JSON becomes its text."""
+        self._lines.write(json.dumps({"event": event, "time": time.time(), **values}, default=str))
+
+    def start(self, command: str, resume: str | None, flags: Mapping[str, Any]) -> None:
+        """Say what is started.
+
+        Args:
+            command: as it was given, without secrets.
+            resume: the command that goes on with the run; None where nothing of it is saved.
+            flags: the parsed ones; the values of secret ones are hidden.
+        """
+        shown = without_secrets(flags)
+        host, pid = socket.gethostname(), os.getpid()
+        self.write("start", command=command, resume=resume, host=host, pid=pid, flags=shown)
 
 
 class _Tracking:

@@ -31,7 +31,7 @@ _INSTALLED = Path(__file__).resolve().parents[1] / "programs"
 ROOT = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).resolve().parents[2]
 """What holds train.py and tools/: a folder of an installed slime (setup.py copies them there), else the checkout."""
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, EVENTS_FILE = "metrics.jsonl", "run_events.jsonl"
 JOB_FILE = "slurm_job.json"
 _TAIL_BYTES = 1 << 18  # The end of metrics.jsonl in which the last rollout is looked for: a record has some kilobytes.
 

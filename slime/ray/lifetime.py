@@ -32,7 +32,6 @@ from slime.dashboard.address import start_beside_run
 from slime.observability import logging_utils
 from slime.observability.phases import START, Phases, RunStatus, phase
 from slime.observability.profiler import nothing_recorded
-from slime.observability.run_events import RunEvents
 from slime.observability.timer import StepTimes
 from slime.processes.progress import Count
 from slime.processes.registry import registry
@@ -101,7 +100,7 @@ class RunLifetime:
         self._copies = PeerCopies(args.peer_checkpoint_interval)
         self._supervisor: Supervisor | None = None
         self._claimed: list[int] = []
-        self._events: RunEvents | None = None
+        self._events: logging_utils.RunEvents | None = None
         self.phases = Phases(on_change=lambda change, name: self._tell(change, phase=name, rollout=self._rollout_id))
         self._status = RunStatus(self.phases, self._counts, logger.info)
         is_on = args.use_fault_tolerance and self._has_engines
@@ -183,7 +182,7 @@ class RunLifetime:
         logger.info("Prometheus scrapes this run at http://%s:%d/metrics", url_host(host), port)
 
     def _begin_events(self, directory: Path) -> None:
-        self._events = RunEvents(directory)
+        self._events = logging_utils.RunEvents(directory)
         flags, words = vars(self.args), sys.orig_argv
         resume = shlex.join(command_line_without_secrets(line_to_go_on(words), flags)) if self.args.save else None
         self._events.start(shlex.join(command_line_without_secrets(words, flags)), resume, flags)

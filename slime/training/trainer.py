@@ -26,6 +26,7 @@ from slime.config.args import Args
 from slime.config.lora_policies import policies_of
 from slime.observability.profiler import Profiler, memory_after, recorder_of
 from slime.observability.timer import Timer, timer
+from slime.training.adapters import PART, Policies, named_after, over_policies
 from slime.training.backend import Backend, CheckpointSource, UnfinishedSave
 from slime.training.ci_checks import CiChecks
 from slime.training.micro_batches import (
@@ -42,7 +43,6 @@ from slime.training.micro_batches import (
     to_host,
     to_tensors,
 )
-from slime.training.policies import PART, Policies, named_after, over_policies
 from slime.training.reports import TrainerRecorder, column_means, perf_metrics, save_train_data
 from slime.training.resume import (
     DiskFull,

@@ -20,8 +20,9 @@ import pytest
 
 from slime.config.parse import parse_args
 from slime.dashboard import address
+from slime.observability.logging_utils import RunEvents
 from slime.observability.phases import Phases
-from slime.observability.run_events import FILE, RunEvents
+from slime.processes.directories import EVENTS_FILE
 from slime.processes.registry import registry
 from slime.utils.errors import UsageError
 from tests.dashboard.run_files import write_run
@@ -98,7 +99,7 @@ def test_a_run_writes_down_its_flags_without_secrets_and_its_phases(tmp_path: Pa
     phases = Phases(on_change=lambda change, name: events.write(change, phase=name))
     with contextlib.suppress(RuntimeError), phases.enter("train"):
         raise RuntimeError
-    start, begin, end = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    start, begin, end = [json.loads(line) for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
     assert (start["flags"]["lr"], start["flags"]["path"], start["pid"]) == (1e-3, "x", os.getpid())
     assert "secret" not in json.dumps(start)
     assert [(event["event"], event["phase"]) for event in (begin, end)] == [("begin", "train"), ("end", "train")]

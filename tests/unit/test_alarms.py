@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from slime.config.parse import FLAG_CLASSES
 from slime.config.parser import defaults_of
 from slime.config.sglang.engine_flags import SglangFlags
 from slime.observability import logging_utils
-from slime.observability.alarms import DOCS, RULES, AlarmWatch, replay
+from slime.observability.alarms import DOCS, ROLLOUT, RULES, AlarmWatch
 from slime.utils.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +47,23 @@ def run_of(count: int, **changes: Any) -> Iterator[dict[str, Any]]:
             family = step_key.partition("/")[0]
             mine = {name: v for name, v in values.items() if name.startswith("train/") == (family == "train")}
             yield {"step_key": step_key, "time": float(rollout), step_key: rollout, **mine}
+
+
+def replay(records: Iterable[dict[str, Any]], settings: AlarmSettings) -> list[dict[str, Any]]:
+    """The alarms of a run whose metrics.jsonl has these lines; lines that are no records of metrics are left out."""
+    watch, alarms, rollout_id = AlarmWatch(settings), [], None
+    for record in records:
+        step_key = record.get("step_key", "")
+        if step_key not in record or "alarm" in record:
+            continue
+        if step_key == ROLLOUT and rollout_id is not None and record[step_key] > rollout_id:
+            alarms += watch.changes(rollout_id)
+        if step_key == ROLLOUT:
+            rollout_id = int(record[step_key])
+        numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+        numbers.pop("time", None)
+        watch.note(numbers, step_key)
+    return alarms if rollout_id is None else alarms + watch.changes(rollout_id)
 
 
 def begun(records: Iterator[dict[str, Any]], settings: AlarmSettings = DEFAULT) -> list[tuple[str, int]]:

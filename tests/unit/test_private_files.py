@@ -18,8 +18,8 @@ from slime.backends.sglang_utils import engine_patches
 from slime.backends.sglang_utils.disk_weights import LocalCheckpoint
 from slime.backends.sglang_utils.launch_server import hidden, write_launch_file
 from slime.checkpoints.rollout_files import samples_path, save_dump
+from slime.observability.logging_utils import RunEvents
 from slime.observability.rollout_records.recorder import write_samples
-from slime.observability.run_events import RunEvents
 from slime.observability.trackers import FOLDER, RUN_FILE, write_json
 from slime.processes.directories import READABLE, make_own_directory, open_new, use_private_temp_dir
 from slime.utils.errors import UsageError

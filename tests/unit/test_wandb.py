@@ -197,7 +197,7 @@ def test_a_run_that_goes_on_writes_to_the_tensorboard_directory_that_it_had(tmp_
     line = {"use_tensorboard": True, "tb_project_name": str(tmp_path / "tb"), "save": str(save), "load": str(save)}
     args = make_args(tmp_path, **line)
     for clock in ("20260101-000000", "20260102-000000", "20260103-000000"):
-        monkeypatch.setattr("slime.observability.tensorboard_utils.time.strftime", lambda _, now=clock: now)
+        monkeypatch.setattr("slime.observability.trackers.services.time.strftime", lambda _, now=clock: now)
         init_tracking(args)
         log(args, {"train/step": int(clock[7]), "train/loss": 0.5}, "train/step")
         finish_tracking()
@@ -224,7 +224,7 @@ def test_a_run_that_goes_on_goes_on_in_both_trackers(tmp_path: Path, monkeypatch
     line |= {"use_wandb": True, "wandb_mode": "offline"}
     for clock in ("20260101-000000", "20260102-000000"):
         fake = Namespace(strftime=lambda _, now=clock: now)  # W&B reads the clock, too
-        monkeypatch.setattr("slime.observability.tensorboard_utils.time", fake)
+        monkeypatch.setattr("slime.observability.trackers.services.time", fake)
         init_tracking(make_args(tmp_path, **line))
         finish_tracking()
         has_saved(save)

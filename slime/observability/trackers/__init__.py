@@ -147,7 +147,7 @@ class Tracker(Protocol):
 
 CLASSES = {
     "wandb": "slime.observability.wandb_utils:WandbAdapter",
-    "tensorboard": "slime.observability.tensorboard_utils:_TensorboardAdapter",
+    "tensorboard": "slime.observability.trackers.services:_TensorboardAdapter",
     "mlflow": "slime.observability.trackers.services:MlflowTracker",
     "swanlab": "slime.observability.trackers.services:SwanlabTracker",
     "trackio": "slime.observability.trackers.services:TrackioTracker",
