@@ -145,7 +145,7 @@ def test_each_model_answers_at_its_own_address_with_its_own_weights(
 
 
 def test_only_the_actors_engine_is_in_the_list_of_the_weight_sync(servers: RolloutServers) -> None:
-    actor, teacher, reward = (model.engines for model in servers.models)
+    actor, teacher, reward = ([seat.engine for seat in model.there] for model in servers.models)
     assert [len(engines) for engines in (actor, teacher, reward)] == [1, 1, 1]
     assert servers.updatable == [(actor[0], 1)]
 

@@ -106,12 +106,10 @@ class Engine:
 
 
 def model(**engines: list[str | None]) -> SimpleNamespace:
-    groups = [
-        (SimpleNamespace(worker_type=kind), SimpleNamespace(engines=[Engine(why) for why in whys]))
-        for kind, whys in engines.items()
-    ]
+    whys = [(kind, why) for kind, of_kind in engines.items() for why in of_kind]
+    seats = [SimpleNamespace(worker_type=kind, engine=Engine(why), external=None) for kind, why in whys]
     router = SimpleNamespace(address=SimpleNamespace(url=ROUTER))
-    return SimpleNamespace(groups=groups, external=[], router=router, plan=SimpleNamespace(name="default"))
+    return SimpleNamespace(seats=seats, router=router, plan=SimpleNamespace(name="default"))
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,9 @@ class Places:
     def __init__(self) -> None:
         self.waits: dict[str, bool] = {}
 
-    def join(self, model: Any, worker: Any, came_as: Any) -> None:
-        self.waits[worker.url] = True
+    def join(self, seat: Any) -> None:
+        assert seat.is_guest
+        self.waits[seat.worker.url] = True
 
     def leave(self, url: str) -> None:
         del self.waits[url]

@@ -16,6 +16,7 @@ from slime.backends.sglang_utils.server_control import Worker
 from slime.ray.rollout import replacements as module
 from slime.ray.rollout import watches
 from slime.ray.rollout.replacements import Replacements
+from slime.ray.rollout.servers import Seat
 from slime.ray.utils import ActorFailure, ActorLost
 from slime.utils.errors import HttpError
 from slime.utils.http.network import Outages
@@ -28,20 +29,27 @@ class Model:
 
     def __init__(self, num_engines: int, *, external: int = 0, router_is_ours: bool = True) -> None:
         self.calls: list[str] = []
-        self.lost: set[Any] = set()
         self.router = SimpleNamespace(is_ours=router_is_ours, address=SimpleNamespace(url=ROUTER))
         self.plan = SimpleNamespace(update_weights=True, name="default")
-        engines = [Handle(f"ours{n}") for n in range(num_engines)]
         self.without_slots: set[int] = set()
         self.failures: dict[int, Exception] = {}
         group = SimpleNamespace(
-            engines=engines,
+            engines=[f"handle{n}" for n in range(num_engines)],
             end=lambda n: self.calls.append(f"end {n}"),
             replace=self.replace,
             is_placed=lambda n: n not in self.without_slots,
         )
-        self.groups = [(SimpleNamespace(worker_type="regular", takes_weights=True), group)]
-        self.external = [External(f"external{n}") for n in range(external)]
+        self.group, kind = group, SimpleNamespace(worker_type="regular", takes_weights=True)
+        self.seats = [Seat(self, kind, group, n, worker=Worker(f"ours{n}")) for n in range(num_engines)]
+        self.seats += [seat_of(self, External(f"external{n}")) for n in range(external)]
+
+    @property
+    def lost(self) -> list[Any]:
+        return [seat.engine for seat in self.seats if seat.is_lost]
+
+    @property
+    def external(self) -> list[Any]:
+        return [seat.external for seat in self.seats if seat.external is not None]
 
     def replace(self, number: int) -> Worker | Exception:
         self.calls.append(f"start {number}")
@@ -54,18 +62,15 @@ class Model:
         self.calls.append(f"put {worker.url}")
 
 
-class Handle:
-    """Of an engine."""
-
-    def __init__(self, url: str) -> None:
-        self.contact = SimpleNamespace(remote=lambda: SimpleNamespace(url=url))
-
-
 class External:
     """An engine of somebody else's."""
 
     def __init__(self, url: str) -> None:
         self.info = SimpleNamespace(worker=Worker(url), worker_type="regular")
+
+
+def seat_of(model: Any, engine: Any, *, is_guest: bool = False) -> Seat:
+    return Seat(model, external=engine, worker=engine.info.worker, is_guest=is_guest)
 
 
 def value_of(value: Any, *_: Any) -> Any:
@@ -142,7 +147,7 @@ def test_an_external_engine_is_taken_back_when_it_answers_and_has_the_weights(an
     one = replacements_of(model)
     one.lose(1, one.urls()[1], "it does not answer")
     assert model.calls == ["take external0"], "it is not ours to end"
-    assert one.replace() == 0 and model.lost == {model.external[0]}
+    assert one.replace() == 0 and model.lost == model.external
     answers.add("external0")
     assert one.replace() == 1 and not model.lost and model.calls == ["take external0"]
     one.register()
@@ -252,7 +257,7 @@ def test_requests_wait_for_the_only_engine_until_another_has_its_weights(caplog:
             model.failures = {}
         return start(number)
 
-    model.groups[0][1].replace = succeed_at_third_try
+    model.group.replace = succeed_at_third_try
     assert one.replace() == 1 and len(tries) == 3
     assert one.without_engine() == [model] and module.OUTAGES.is_on(ROUTER), "it has no weights yet"
     one.register()
@@ -310,9 +315,9 @@ def test_an_engine_that_its_router_does_not_take_is_lost_and_ends_nothing() -> N
 def test_an_engine_is_lost_by_its_handle_and_one_that_cannot_be_replaced_is_not_known() -> None:
     model = Model(2)
     one = replacements_of(model)
-    assert one.lose_engine(model.groups[0][1].engines[1], "it released no memory")
+    assert one.lose_engine(model.group.engines[1], "it released no memory")
     assert one.urls() == {0: "ours0"}
-    assert not one.lose_engine(Handle("prefill"), "it released no memory")
+    assert not one.lose_engine("prefill", "it released no memory")
 
 
 def test_an_answer_that_was_due_of_a_lost_engine_does_not_cost_the_one_in_its_place() -> None:
@@ -356,7 +361,7 @@ def test_a_guest_serves_once_the_driver_let_it_in_and_it_has_weights() -> None:
     model = Model(1)
     one = replacements_of(model)
     guest = External("guest")
-    one.join(model, guest.info.worker, guest)  # type: ignore[arg-type]
+    one.join(seat_of(model, guest, is_guest=True))
     one.register()
     assert model.calls == [] and one.is_waiting("guest"), "a sync that had begun before it came has not reached it"
     before = one.count
@@ -370,7 +375,7 @@ def test_a_guest_that_leaves_gets_no_requests_and_no_weights_and_is_no_loss() ->
     model = Model(1)
     one = replacements_of(model)
     guest = External("guest")
-    one.join(model, guest.info.worker, guest)  # type: ignore[arg-type]
+    one.join(seat_of(model, guest, is_guest=True))
     one.admit()
     one.register()
     before = one.count
@@ -386,7 +391,7 @@ def test_a_guest_that_is_lost_is_not_replaced_and_one_that_leaves_at_the_door_ne
     one = replacements_of(model)
     for name in ("first", "second"):
         guest = External(name)
-        one.join(model, guest.info.worker, guest)  # type: ignore[arg-type]
+        one.join(seat_of(model, guest, is_guest=True))
     one.leave("second")
     one.admit()
     one.register()

@@ -112,7 +112,8 @@ def test_memory_is_released_by_the_engines_on_the_trainers_gpus_only(events: lis
 
     policy = model(events, 1, "policy", ("encoder", ["v"], 1), ("prefill", ["p0", "p1"], 2), ("decode", ["d"], 4))
     judge = model(events, 2, "reward", ("regular", ["r"], 1), update=False)
-    judge.groups = [(replace(kind, first_slot=9), group) for kind, group in judge.groups]  # behind the 9 of the policy
+    for seat in judge.seats:
+        seat.kind = replace(seat.kind, first_slot=9)  # behind the 9 of the policy
     for _, group in [*policy.groups, *judge.groups]:
         group.engines = [Engine(name) for name in group.engines]
     shared = {"offload_rollout": True, "colocate": True, "rollout_num_gpus": 9}
@@ -190,6 +191,11 @@ def test_only_the_first_models_router_is_the_one_of_the_flags(tmp_path: Path) ->
     assert (second.is_ours, second.address) == (True, RouterAddress("127.0.0.1", 0))
 
 
+def taking(engines: list[Any]) -> list[Any]:
+    """Places of engines that take weights."""
+    return [SimpleNamespace(engine=engine, num_gpus=1, takes_weights=True) for engine in engines]
+
+
 def test_engines_of_every_kind_go_on_after_a_sync_whose_trainer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours are Ray actors, external ones plain objects; one that is gone keeps nobody waiting."""
     gone_on: list[str] = []
@@ -207,7 +213,7 @@ def test_engines_of_every_kind_go_on_after_a_sync_whose_trainer_is_lost(monkeypa
     external = ExternalEngine(ExternalEngineInfo("http://ext0", 1), rank=1)
     monkeypatch.setattr(module, "get", get)
     monkeypatch.setattr(ExternalEngine, "continue_generation", lambda engine: gone_on.append(engine.url))
-    model = SimpleNamespace(updatable=[(OneOfOurs(), 1), (external, 1)])
+    model = SimpleNamespace(there=taking([OneOfOurs(), external]))
     RolloutServers(Namespace(), [model]).let_go_on()  # type: ignore[list-item]
     assert gone_on == ["ours", "http://ext0"]
 
@@ -236,7 +242,7 @@ def test_every_engine_that_drafts_is_told_to_stop_and_one_that_does_not_is_warne
     monkeypatch.setattr(module, "get", get)
     monkeypatch.setattr(ExternalEngine, "stop_drafts", stop)
     engines = [OneOfOurs(), *(ExternalEngine(info, rank=i + 1) for i, info in enumerate(infos))]
-    model = SimpleNamespace(updatable=[(engine, 1) for engine in engines])
+    model = SimpleNamespace(there=taking(engines))
     RolloutServers(Namespace(), [model]).stop_drafts()  # type: ignore[list-item]
     assert told == ["ours", "http://ext0"]  # the other one does not draft
     assert [record.getMessage() for record in caplog.records] == [

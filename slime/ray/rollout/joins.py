@@ -38,7 +38,7 @@ from slime.processes.wait import Watch
 from slime.ray.placement import Slot
 from slime.ray.rollout.replacements import Replacements
 from slime.ray.rollout.server_group import ServerGroup, threads_per_engine
-from slime.ray.rollout.servers import ModelServers, RolloutServers
+from slime.ray.rollout.servers import ModelServers, RolloutServers, Seat
 from slime.ray.utils import SLOT_RESOURCE, ActorFailure, get
 from slime.utils.errors import HttpError, UsageError
 from slime.utils.http.api_keys import protect, protect_engine
@@ -134,7 +134,7 @@ class EngineJoins(Watch):
             problems.append("it is one of the run's engines already")
         if not problems:
             engine = ExternalEngine(info, rank=self._next_rank + number)
-            self._replacements.join(self._model, info.worker, engine)
+            self._replacements.join(Seat(self._model, external=engine, worker=info.worker, is_guest=True))
         return " ".join(problems)
 
     def _follow(self, name: str, request: JoinRequest) -> None:
@@ -192,7 +192,7 @@ class EngineJoins(Watch):
             return False
         assert one.worker is not None
         protect_engine(one.worker.url)  # it is asked before it is registered with its router
-        self._replacements.join(self._model, one.worker, (one.kind, one.group))
+        self._replacements.join(Seat(self._model, one.kind, one.group, worker=one.worker, is_guest=True))
         return True
 
     def _grow(self) -> None:

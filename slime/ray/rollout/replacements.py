@@ -21,12 +21,11 @@ from contextlib import suppress
 from typing import Any
 
 from slime.backends.sglang_utils import server_control
-from slime.backends.sglang_utils.external import ExternalEngine
 from slime.backends.sglang_utils.server_control import Probe, Worker
 from slime.config.args import Args
 from slime.processes.wait import WaitTimeout, wait
 from slime.ray.rollout.server_group import START_DEADLINE_S
-from slime.ray.rollout.servers import GroupOfOne, ModelServers, RolloutServers, Seat
+from slime.ray.rollout.servers import ModelServers, RolloutServers, Seat
 from slime.ray.rollout.watches import EngineWatch, LastHour
 from slime.ray.utils import ActorFailure, get
 from slime.utils.errors import HttpError, UsageError
@@ -58,7 +57,6 @@ class Replacements:
 
     def __init__(self, servers: RolloutServers, args: Args) -> None:
         self._args = args
-        self._seats: list[Seat] = []
         self._lock = threading.Lock()
         self._waiting: list[Seat] = []
         self._started = LastHour()
@@ -76,15 +74,11 @@ class Replacements:
             timeout_s=args.rollout_health_check_timeout,
             first_wait_s=args.rollout_health_check_first_wait,
         )
-        for model in servers.models:
-            for kind, group in model.groups:
-                takes_weights = model.plan.update_weights and kind.takes_weights
-                for index, engine in enumerate(group.engines if kind.worker_type == WATCHED else []):
-                    worker = Worker(get(engine.contact.remote(), "the address of an engine", 60.0).url)
-                    self._seats.append(Seat(model, takes_weights, worker, group, index))
-            for external in model.external:
-                if external.info.worker_type == WATCHED:
-                    self._seats.append(Seat(model, True, external.info.worker, external=external))
+
+    @property
+    def _seats(self) -> list[Seat]:
+        """Every place that is watched."""
+        return [seat for model in self._models for seat in model.seats if seat.worker_type == WATCHED]
 
     def urls(self) -> dict[int, str]:
         """Number -> address of every engine that is there."""
@@ -98,13 +92,8 @@ class Replacements:
 
     # ---- guests (--elastic-rollout)
 
-    def join(self, model: ModelServers, worker: Worker, came_as: ExternalEngine | GroupOfOne) -> None:
-        """Have an engine of this model wait until the driver lets it in (`admit`)."""
-        seat = Seat(model, True, worker, is_guest=True)
-        if isinstance(came_as, tuple):
-            seat.kind, seat.group = came_as
-        else:
-            seat.external = came_as
+    def join(self, seat: Seat) -> None:
+        """Have a guest wait until the driver lets it in (`admit`)."""
         with self._lock:
             self._at_the_door.append(seat)
 
@@ -120,13 +109,9 @@ class Replacements:
         with self._lock:
             guests, self._at_the_door = self._at_the_door, []
             for seat in guests:
-                if seat.external is not None:
-                    seat.model.external = [*seat.model.external, seat.external]
-                elif seat.group is not None and seat.kind is not None:
-                    seat.model.groups = [*seat.model.groups, (seat.kind, seat.group)]
+                seat.model.seats.append(seat)
             self.count += len(guests)
             self.counts["rollout/engines_joined"] += len(guests)
-            self._seats += guests
             self._waiting += guests
             return [seat.engine for seat in self._waiting if seat.takes_weights and not seat.is_lost]
 
@@ -153,11 +138,9 @@ class Replacements:
         assert seat.worker is not None
         self.count += 1
         self.counts["rollout/engines_left"] += 1
-        self._seats = [other for other in self._seats if other is not seat]
         self._waiting = [other for other in self._waiting if other is not seat]
         model = seat.model
-        model.external = [engine for engine in model.external if engine is not seat.external]
-        model.groups = [(kind, group) for kind, group in model.groups if group is not seat.group]
+        model.seats.remove(seat)
         if model in self.without_engine():
             OUTAGES.begin(model.router.address.url)
         model.take_from_router(seat.worker.url)
@@ -213,7 +196,6 @@ class Replacements:
                 OUTAGES.begin(seat.model.router.address.url)
             if seat.is_behind_router:
                 seat.model.take_from_router(seat.worker.url)
-            seat.model.lost.add(seat.engine)
             if seat.group is not None:
                 seat.group.end(seat.index)
 
@@ -277,7 +259,6 @@ class Replacements:
                 wait(what, EXTERNAL_S, lambda: any(map(self._answers, lost)), interval_s=1.0)
         back = [seat for seat in lost if self._answers(seat)]
         for seat in back:
-            seat.model.lost.discard(seat.engine)
             seat.is_lost = False
         return back
 
@@ -296,16 +277,12 @@ class Replacements:
         end, begun = time.monotonic() + deadline_s, []
         for seat in seats:
             assert seat.group is not None
-            before = seat.engine
             begun.append(seat.group.replace(seat.index))
-            seat.model.lost.discard(before)
-            seat.model.lost.add(seat.engine)
         failed: list[tuple[Seat, Exception]] = []
         for seat, starting in zip(seats, begun, strict=True):
             try:
                 seat.worker = self._wait_started(seat, starting, end)
                 protect_engine(seat.worker.url)  # it is asked before it is registered with its router
-                seat.model.lost.discard(seat.engine)
                 seat.is_lost = False
             except (ActorFailure, TimeoutError, UsageError) as error:
                 failed.append((seat, error))

@@ -46,8 +46,51 @@ CHECK_DEADLINE_S = 600.0
 CONTINUE_DEADLINE_S = 30.0
 
 
-GroupOfOne = tuple[EngineGroupPlan, ServerGroup]
-"""A guest that the run started itself, on a new node."""
+@dataclass(eq=False)
+class Seat:
+    """One engine's place, whoever is in it: the place `index` of a group of ours, or an engine of somebody else's.
+
+    Attributes:
+        worker: what a router has to know of the engine, once it is started.
+        is_guest: it has joined, and nobody takes its place when it is gone.
+        is_lost: it has ended, or does not answer, and was not replaced yet.
+        was_without_slots: its slots were waited for, and did not come.
+    """
+
+    model: ModelServers
+    kind: EngineGroupPlan | None = None
+    group: ServerGroup | None = None
+    index: int = 0
+    external: ExternalEngine | None = None
+    worker: Worker | None = None
+    is_guest: bool = False
+    is_lost: bool = False
+    was_without_slots: bool = False
+
+    @property
+    def engine(self) -> Any:
+        """Who is in it, with the methods of `EngineClient`: a Ray actor, or an external one."""
+        return self.external if self.group is None else self.group.engines[self.index]
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether it takes the trainer's."""
+        return self.model.plan.update_weights and (self.kind is None or self.kind.takes_weights)
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the engine."""
+        return self.engine.info.num_gpus if self.kind is None else self.kind.num_gpus_per_engine
+
+    @property
+    def worker_type(self) -> str:
+        """What the engine does: "regular", "prefill", ..."""
+        return self.engine.info.worker_type if self.kind is None else self.kind.worker_type
+
+    @property
+    def is_behind_router(self) -> bool:
+        """Whether we register it with its router; somebody else's router finds somebody else's engines itself."""
+        return self.external is None or self.is_guest or self.model.router.is_ours
 
 
 class ModelServers:
@@ -57,47 +100,36 @@ class ModelServers:
         plan: which model.
         router: in front of its engines.
         groups: (kind, engines) of ours, in the order of the plan.
+
+    Attributes:
+        seats: of every engine: ours, external ones, and guests.
     """
 
     def __init__(self, plan: ModelPlan, router: Router, groups: list[tuple[EngineGroupPlan, ServerGroup]]) -> None:
         self.plan = plan
         self.router = router
         self.groups = groups
-        self.external: list[ExternalEngine] = []
-        self.lost: set[Any] = set()  # Those that have ended, or do not answer, and were not replaced yet.
+        self.seats = [Seat(self, kind, group, index) for kind, group in groups for index in range(len(group.engines))]
         self._behind: dict[str, Worker] = {}
         self._may_change = threading.RLock()
 
     @property
-    def engines(self) -> list[Any]:
-        """Every engine, with the methods of `EngineClient`: Ray actors, and external ones."""
-        ours = [engine for _, group in self.groups for engine in group.engines]
-        return [engine for engine in [*ours, *self.external] if engine not in self.lost]
+    def there(self) -> list[Seat]:
+        """The places whose engines are there."""
+        return [seat for seat in self.seats if not seat.is_lost]
 
-    @property
-    def updatable(self) -> list[tuple[Any, int]]:
-        """(engine, its GPUs) of every engine that takes the trainer's weights."""
-        if not self.plan.update_weights:
-            return []
-        groups = [(kind.num_gpus_per_engine, group) for kind, group in self.groups if kind.takes_weights]
-        ours = [(engine, size) for size, group in groups for engine in group.engines if engine not in self.lost]
-        return ours + [(engine, engine.info.num_gpus) for engine in self.external if engine not in self.lost]
-
-    def releasing(self, args: Args) -> list[Any]:
-        """The engines that give their GPU memory up when asked to."""
-        groups = [group for kind, group in self.groups if releases_memory(kind, args)]
-        return [engine for group in groups for engine in group.engines if engine not in self.lost]
-
-    def register(self, args: Args, workers: Sequence[Worker]) -> None:
+    def register(self, args: Args) -> None:
         """Register engines with the router, external ones too where they are this model's; the router must run."""
         url = self.router.address.url
-        for worker in workers:
+        started = [seat.worker for seat in self.seats if seat.worker is not None and seat.worker_type != "encoder"]
+        for worker in started:
             self.put_behind_router(worker)
         if args.rollout_external and self.plan.update_weights:
             known = set(server_control.list_workers_sync(url))
-            self.external = start_external_rollout_servers(args, url, first_rank=len(workers))
-            new = [engine for engine in self.external if engine.url not in known]
-            self._behind |= {engine.url: engine.info.worker for engine in new}
+            for engine in start_external_rollout_servers(args, url, first_rank=len(started)):
+                self.seats.append(Seat(self, external=engine, worker=engine.info.worker))
+                if engine.url not in known:
+                    self._behind[engine.url] = engine.info.worker
 
     def put_behind_router(self, worker: Worker) -> None:
         """Have the router send an engine requests."""
@@ -143,32 +175,6 @@ class ModelServers:
             group.shutdown()
 
 
-@dataclass(eq=False)
-class Seat:
-    """One engine's place, whoever is in it: the place `index` of a group of ours, or an engine of somebody else's."""
-
-    model: ModelServers
-    takes_weights: bool
-    worker: Worker | None
-    group: ServerGroup | None = None
-    index: int = 0
-    kind: EngineGroupPlan | None = None  # Of the group of a guest.
-    external: ExternalEngine | None = None
-    is_guest: bool = False  # It has joined, and nobody takes its place when it is gone.
-    is_lost: bool = False
-    was_without_slots: bool = False  # Its slots were waited for, and did not come.
-
-    @property
-    def engine(self) -> Any:
-        """Who is in it."""
-        return self.external if self.group is None else self.group.engines[self.index]
-
-    @property
-    def is_behind_router(self) -> bool:
-        """Whether we register it with its router; somebody else's router finds somebody else's engines itself."""
-        return self.external is None or self.is_guest or self.model.router.is_ours
-
-
 class RolloutServers:
     """The models of a run; the first one's router is the default."""
 
@@ -184,12 +190,13 @@ class RolloutServers:
     @property
     def engines(self) -> list[Any]:
         """Every engine of every model."""
-        return [engine for model in self.models for engine in model.engines]
+        return [seat.engine for model in self.models for seat in model.there]
 
     @property
     def updatable(self) -> list[tuple[Any, int]]:
         """(engine, its GPUs) of every engine that takes the trainer's weights."""
-        return [entry for model in self.models for entry in model.updatable]
+        seats = (seat for model in self.models for seat in model.there)
+        return [(seat.engine, seat.num_gpus) for seat in seats if seat.takes_weights]
 
     def release_memory(self) -> list[tuple[Any, Exception]]:
         """Have the engines on the trainer's GPUs give up their memory; it waits for their requests in flight.
@@ -207,7 +214,8 @@ class RolloutServers:
 
     @property
     def _releasing(self) -> list[Any]:
-        return [engine for model in self.models for engine in model.releasing(self._args)]
+        ours = ((seat, seat.kind) for model in self.models for seat in model.there)
+        return [seat.engine for seat, kind in ours if kind is not None and releases_memory(kind, self._args)]
 
     def _ask(
         self, engines: Sequence[Any], method: str, what: str, deadline_s: float, *values: Any
@@ -235,34 +243,30 @@ class RolloutServers:
         """Start everything; returns when every engine takes requests."""
         for model in self.models:
             model.router.launch()
-        encoders = self._wait_started(self._begin_engines(are_encoders=True, encoders={}))
-        begun = self._begin_engines(are_encoders=False, encoders=encoders)
+        self._wait_started(self._begin_engines(are_encoders=True))
+        begun = self._begin_engines(are_encoders=False)
         for model in self.models:  # first: they take seconds, and one that cannot start is not found after minutes
             model.router.wait_ready()
-        workers = self._wait_started(begun)
+        self._wait_started(begun)
         for model in self.models:
-            model.register(self._args, workers.get(model.plan.name, []))
+            model.register(self._args)
 
-    def _begin_engines(
-        self, *, are_encoders: bool, encoders: dict[str, list[Worker]]
-    ) -> list[tuple[str, ray.ObjectRef]]:
-        """Begin the start of the engines of one kind of all models; (name of the model, what becomes its engine)."""
-        begun: list[tuple[str, ray.ObjectRef]] = []
+    def _begin_engines(self, *, are_encoders: bool) -> list[tuple[Seat, ray.ObjectRef]]:
+        """Begin the start of the engines of one kind of all models; (its place, what becomes its engine)."""
+        begun: list[tuple[Seat, ray.ObjectRef]] = []
         for model in self.models:
-            urls = [worker.url for worker in encoders.get(model.plan.name, [])]
+            encoders = [seat.worker.url for seat in model.seats if seat.worker is not None]
             for kind, group in model.groups:
                 if (kind.worker_type == "encoder") == are_encoders:
-                    begun += [(model.plan.name, ref) for ref in group.launch(urls)]
+                    seats = [seat for seat in model.seats if seat.group is group]
+                    begun += zip(seats, group.launch(encoders), strict=True)
         return begun
 
-    def _wait_started(self, begun: list[tuple[str, ray.ObjectRef]]) -> dict[str, list[Worker]]:
-        """Name of the model -> its engines, once they are started."""
+    def _wait_started(self, begun: list[tuple[Seat, ray.ObjectRef]]) -> None:
         deadline_s = START_DEADLINE_S[self._args.accelerator] + 60.0
-        what = f"the start of {len(begun)} engine(s)"
-        found: dict[str, list[Worker]] = {}
-        for (name, _), worker in zip(begun, get([ref for _, ref in begun], what, deadline_s), strict=True):
-            found.setdefault(name, []).append(worker)
-        return found
+        workers = get([ref for _, ref in begun], f"the start of {len(begun)} engine(s)", deadline_s)
+        for (seat, _), worker in zip(begun, workers, strict=True):
+            seat.worker = worker
 
     def overwrite_weights(self) -> None:
         """Have the engines that take the trainer's weights keep a copy of theirs, and overwrite them with noise; the
@@ -313,7 +317,7 @@ def start_rollout_servers(args: Args, *, slots: Sequence[Slot]) -> RolloutServer
         logger.info(
             "model %s: %d engine(s) behind %s after %.1f s",
             model.plan.name,
-            len(model.engines),
+            len(model.there),
             model.router.address.url,
             seconds,
         )

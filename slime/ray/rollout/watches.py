@@ -27,6 +27,7 @@ from slime.ray.rollout.servers import ModelServers
 from slime.ray.utils import ActorFailure, get
 from slime.utils.errors import HttpError
 from slime.utils.http.network import OUTAGES
+from slime.utils.misc import group_by
 
 logger = logging.getLogger(__name__)
 
@@ -169,11 +170,11 @@ class EngineEnds(Watch):
         """
         found = []
         for model in self._models:
-            by_kind: dict[str, list[str | None]] = {}
-            for kind, group in model.groups:
-                by_kind.setdefault(kind.worker_type, []).extend(_why_ended(engine) for engine in group.engines)
+            ours = group_by([seat for seat in model.seats if seat.external is None], lambda seat: seat.worker_type)
+            by_kind = {kind: [_why_ended(seat.engine) for seat in seats] for kind, seats in ours.items()}
             found += [why for whys in by_kind.values() for why in whys if why is not None]
-            if not model.external and (gone := _all_of_a_kind(by_kind.values())) and not self._is_over.is_set():
+            is_whole = all(seat.external is None for seat in model.seats)
+            if is_whole and (gone := _all_of_a_kind(by_kind.values())) and not self._is_over.is_set():
                 url = model.router.address.url
                 if not OUTAGES.is_on(url):
                     logger.error("the requests to model %s fail: %s", model.plan.name, gone)
