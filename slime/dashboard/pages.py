@@ -14,11 +14,11 @@ from typing import Any
 
 from slime.dashboard.runs import Run, SampleFile, current_phase, progress, rollout_seconds
 from slime.observability.metric_table import describe, evaluation_sets
-from slime.observability.series import AXES, finite, is_inside, read_object, read_text, tail
+from slime.observability.series import AXES, finite, is_inside, read_object, read_text
 
 ITERATION = re.compile(r"iter_(\d+)")
 WARNING = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
-MOST_WARNINGS = 20
+MOST_WARNINGS, LOG_TAIL = 20, 16 << 10
 MOST_PROBLEMS, SHOWN_PROMPT, SHOWN_ANSWER = 400, 300, 2000
 RECENT_ROLLOUTS = 5
 STEP = "train/step"
@@ -151,7 +151,7 @@ def warnings(run: Run) -> Iterator[dict[str, str]]:
         return
     seen: set[str] = set()
     for path in sorted(logs.glob("*.log"))[:64]:
-        for line in reversed((tail(path, run.root) or "").splitlines()):
+        for line in reversed((read_text(path, run.root, limit=LOG_TAIL, from_end=True) or "").splitlines()):
             text = line.partition("] ")[2] or line
             if WARNING.search(line[:120]) and text not in seen and len(seen) < MOST_WARNINGS:
                 seen.add(text)

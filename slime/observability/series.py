@@ -99,12 +99,13 @@ def is_inside(path: Path, root: Path) -> bool:
         return False
 
 
-def read_text(path: Path, root: Path, *, limit: int) -> str | None:
-    """Return the beginning of a text file, at most `limit` bytes; None where it is not there or leads elsewhere."""
+def read_text(path: Path, root: Path, *, limit: int, from_end: bool = False) -> str | None:
+    """Return the first or the last `limit` bytes of a text file; None where it is not there or leads elsewhere."""
     if not is_inside(path, root):
         return None
     try:
         with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - limit) if from_end else 0)
             return file.read(limit).decode(errors="replace")
     except OSError:
         return None
@@ -114,18 +115,6 @@ def read_object(path: Path, root: Path, *, limit: int = CHUNK_BYTES) -> dict[str
     """Return the JSON object that a file holds; empty where there is none."""
     text = read_text(path, root, limit=limit)
     return (parse_object(text.encode()) if text else None) or {}
-
-
-def tail(path: Path, root: Path, *, limit: int = 16 << 10) -> str | None:
-    """Return the last `limit` bytes of a text file; None where it is not there or leads elsewhere."""
-    if not is_inside(path, root):
-        return None
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
-            return file.read(limit).decode(errors="replace")
-    except OSError:
-        return None
 
 
 MOST_NAMES = 5000

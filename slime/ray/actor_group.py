@@ -48,6 +48,9 @@ class RayTrainGroup:
         placement: where the ranks sit.
         role: of the trainer; its values of --megatron-config-path are set.
         actor_cls: the actor class; another one with the same methods may be given.
+
+    Attributes:
+        knows_engines: these ranks were given engines.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class RayTrainGroup:
         self.log_dir = Path(args.output_dir).resolve() / "logs"
         self._actors = self._create_actors()
         self._starting: list[ray.ObjectRef] = []
+        self.knows_engines = False
 
     def _create_actors(self) -> list[Any]:
         args, placement = self.args, self._placement
@@ -171,6 +175,7 @@ class RayTrainGroup:
         """Hand the engines, with the GPUs of each and the version of their weights, to every rank's weight updater."""
         what = "connecting the trainer to the engines"
         self._all("connect_rollout_engines", what, engines, engine_sizes, weight_version)
+        self.knows_engines = True
 
     def update_weights(self) -> dict[str, float]:
         """Send the weights to the engines; returns rank 0's metrics."""
@@ -275,9 +280,6 @@ class ReleasedTrainGroup(RayTrainGroup):
     def __init__(self, args: Args, placement: Placement, *, actor_cls: type = TrainRayActor) -> None:
         super().__init__(args, placement, actor_cls=actor_cls)
         self._is_awake = False
-        self._is_connected = False
-        self._engines: tuple[list[Any], list[int]] | None = None
-        self._weight_version = 0
 
     def wait_started(self, beside: Beside | None = None) -> dict[str, Any]:
         """See `RayTrainGroup`."""
@@ -296,20 +298,6 @@ class ReleasedTrainGroup(RayTrainGroup):
         self.args = resumed(self.args)
         return None
 
-    def connect_rollout_engines(self, engines: list[Any], engine_sizes: list[int], *, weight_version: int = 0) -> None:
-        """See `RayTrainGroup`; the next trainers get the same engines."""
-        self._engines, self._weight_version = (engines, engine_sizes), weight_version
-        self._is_connected = True
-        super().connect_rollout_engines(engines, engine_sizes, weight_version=weight_version)
-
-    def update_weights(self) -> dict[str, float]:
-        """See `RayTrainGroup`."""
-        if not self._is_connected and self._engines is not None:  # not before: they may be others by now
-            self.connect_rollout_engines(*self._engines, weight_version=self._weight_version)
-        metrics = super().update_weights()
-        self._weight_version += 1
-        return metrics
-
     def sleep(self) -> dict[str, float]:
         """End the trainers, and have the next ones import what they need meanwhile."""
         start = time.monotonic()
@@ -319,11 +307,11 @@ class ReleasedTrainGroup(RayTrainGroup):
         return {"perf/sleep_time": time.monotonic() - start}
 
     def wake_up(self) -> dict[str, float]:
-        """Build the next trainers."""
+        """Build the next trainers, which know no engines."""
         start = time.monotonic()
         self.start()
         self.wait_started()
-        self._is_connected = False
+        self.knows_engines = False
         return {"perf/wake_up_time": time.monotonic() - start}
 
     def shutdown(self, *, graceful: bool = True) -> None:

@@ -196,9 +196,9 @@ class EngineUpkeep:
             raise ActorFailure(f"{ended[0]}; noticed by a weight sync: {error}", error.details, error.cause) from error
 
     def _follow_engines(self, count: int, version: int) -> bool:
-        """Have the trainer send to the engines that are there, where some were lost or replaced; whether there are
-        any."""
-        if count == self._engine_count:
+        """Have the trainer send to the engines that are there, where some were lost or replaced, or the trainer is
+        another one (--release-train); whether there are any."""
+        if count == self._engine_count and self._trainers.knows_engines:
             return True
         engines, sizes = self.handles()
         if not engines:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -255,7 +256,7 @@ class GpuTurns:
         self._manager = manager
         self._awake: RayTrainGroup | None = None
         self._engines_have: set[str] = {"weights", "kv"}
-        self._metrics: dict[str, float] = {}
+        self._metrics: dict[str, float] = defaultdict(float)
 
     def start_trainers(self, groups: Sequence[RayTrainGroup], beside: Beside | None = None) -> list[dict[str, Any]]:
         """Start trainer groups side by side, or in turn where they leave the GPU to each other; the last one stays.
@@ -308,8 +309,8 @@ class GpuTurns:
 
     def take_metrics(self) -> dict[str, float]:
         """Times and memory of the moves since the last call; times of several moves are summed."""
-        taken, self._metrics = self._metrics, {}
-        return taken
+        taken, self._metrics = self._metrics, defaultdict(float)
+        return dict(taken)
 
     def _trainers_out(self) -> None:
         if self.trainers_leave and self._awake is not None:
@@ -321,7 +322,7 @@ class GpuTurns:
             start = time.monotonic()
             get(self._manager.offload.remote(), "the engines to release their GPU memory", MOVE_DEADLINE_S)
             self._engines_have.clear()
-            self._add("perf/engine_release_time", time.monotonic() - start)
+            self._metrics["perf/engine_release_time"] += time.monotonic() - start
 
     def _engines_in(self, kind: str) -> None:
         if self.engines_leave and kind not in self._engines_have:
@@ -329,7 +330,7 @@ class GpuTurns:
             onload = {"weights": self._manager.onload_weights, "kv": self._manager.onload_kv}[kind]
             get(onload.remote(), f"the engines to take GPU memory for {kind}", MOVE_DEADLINE_S)
             self._engines_have.add(kind)
-            self._add("perf/engine_resume_time", time.monotonic() - start)
+            self._metrics["perf/engine_resume_time"] += time.monotonic() - start
 
     def _count(self, metrics: dict[str, float], group: RayTrainGroup) -> None:
         """Add a move's metrics; those of the critic have its name, and its memory is left out."""
@@ -337,10 +338,4 @@ class GpuTurns:
             times = {name: value for name, value in metrics.items() if name.startswith("perf/")}
             metrics = {name.replace("perf/", "perf/critic_"): value for name, value in times.items()}
         for name, value in metrics.items():
-            if name.startswith("perf/"):
-                self._add(name, value)
-            else:
-                self._metrics[name] = value
-
-    def _add(self, name: str, seconds: float) -> None:
-        self._metrics[name] = self._metrics.get(name, 0.0) + seconds
+            self._metrics[name] = value + (self._metrics[name] if name.startswith("perf/") else 0.0)

@@ -30,6 +30,7 @@ class World:
         self.calls: list[str] = []
         self.engines = list(engines)
         self.connected = list(engines)
+        self.knows_engines = True
         self.hangs: set[str] = set()
         self.budget = budget
         self.count = 0
@@ -131,6 +132,16 @@ def test_an_engine_that_a_failed_sync_names_is_lost_and_the_others_get_the_weigh
     upkeep = upkeep_of(world)
     assert upkeep.send_weights(5) == METRICS and upkeep.version == 5
     assert world.calls == ["sync's turn", "send", "sync's turn", "connect a at 4", "send"]
+
+
+def test_trainers_that_were_begun_anew_are_given_the_engines_with_the_version_that_these_have(
+    upkeep_of: Callable[..., EngineUpkeep],
+) -> None:
+    """--release-train; the engines have version 4, so that the sync makes 5 of it."""
+    world = World("a", "b")
+    world.knows_engines = False
+    upkeep_of(world, is_on=False).send_weights(5)
+    assert world.calls == ["sync's turn", "connect a b at 4", "send"]
 
 
 def test_the_only_engine_that_hangs_in_a_sync_is_replaced_and_the_new_one_gets_the_weights(

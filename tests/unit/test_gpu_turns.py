@@ -331,9 +331,7 @@ class Ranks(ReleasedTrainGroup):
         self._is_awake = False
 
 
-def test_released_trainers_begin_again_from_the_last_save_with_the_version_of_the_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_released_trainers_begin_again_from_the_last_save_and_know_no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor_group, "get", lambda *_, **__: [{}])
     args = Args(
         load="hf", save="out", ckpt_step=7, finetune=True, no_load_optim=True, no_load_rng=True, output_dir="."
@@ -341,25 +339,19 @@ def test_released_trainers_begin_again_from_the_last_save_with_the_version_of_th
     group = Ranks(args)
     group.start()
     group.wait_started()
+    assert not group.knows_engines
     group.connect_rollout_engines(["engine"], [1])
-    group.update_weights()
+    assert group.knows_engines
     group.sleep()
     group.wake_up()
+    assert not group.knows_engines
     group.save_model(0)
-    group.update_weights()
     group.sleep()
     group.wake_up()
-    group.connect_rollout_engines(["in place of a lost one"], [1], weight_version=2)
-    group.update_weights()
     first, second, third = group.made
-    connected = ("connect_rollout_engines", ["engine"], [1])
-    assert first == [("hf", True), "start", (*connected, 0), ("update_weights",), "end"]
-    assert second == [
-        *[("hf", True), "load", "start", ("save_model", 0)],
-        *[(*connected, 1), ("update_weights",), "end"],
-    ], "nothing was saved yet"
-    replaced = ("connect_rollout_engines", ["in place of a lost one"], [1])
-    assert third == [("out", False), "load", "start", (*replaced, 2), ("update_weights",)], "a lost one is not asked"
+    assert first == [("hf", True), "start", ("connect_rollout_engines", ["engine"], [1], 0), "end"]
+    assert second == [("hf", True), "load", "start", ("save_model", 0), "end"], "nothing was saved yet"
+    assert third == [("out", False), "load", "start"]
 
 
 def test_a_checkpoint_that_does_not_fit_is_said_and_the_run_goes_on_unless_it_was_the_last(
