@@ -298,7 +298,7 @@ class RunLifetime:
             if ray.is_initialized():
                 if self._supervisor.lost_ray is None:
                     self._end_parts(graceful=not failed)
-                self._supervisor.shut_ray_down()
+                try_to_end("Ray", self._supervisor.shut_ray_down)
         try_to_end("the uploads", self._checkpoints.end_uploads)
         try_to_end("the trackers", functools.partial(logging_utils.finish_tracking, failed=failed))
         if self._supervisor is not None:

@@ -87,3 +87,17 @@ def test_an_engine_that_releases_no_memory_is_lost_where_another_can_take_its_pl
         return
     manager.offload()
     assert manager.replacements.lost == ["b"]
+
+
+def test_engines_are_ended_though_what_watches_them_does_not_end_well(manager: Any) -> None:
+    ended: list[str] = []
+
+    def fail() -> None:
+        ended.append("watch")
+        raise OSError("the guest book cannot be written")
+
+    manager._ending.callback(lambda: ended.append("engines"))
+    manager._begin(SimpleNamespace(start=lambda: ended.append("start"), stop=fail))
+    with pytest.raises(OSError, match="guest book"):
+        manager._end_engines()
+    assert ended == ["start", "watch", "engines"]

@@ -182,6 +182,18 @@ def test_engines_behind_our_own_router_end_with_it(events: list[str]) -> None:
     assert events == ["end router 1", "end a"]
 
 
+def test_a_router_that_does_not_end_keeps_no_engine_from_being_ended(events: list[str]) -> None:
+    def hang() -> None:
+        raise TimeoutError("it does not end")
+
+    models = [model(events, port, name, ("regular", [name], 1)) for port, name in ((1, "a"), (2, "b"))]
+    for one in models:
+        one.router.shutdown = hang
+    with pytest.raises(TimeoutError, match="it does not end"):
+        RolloutServers(run_args(), models).shutdown()
+    assert sorted(events) == ["end a", "end b"]
+
+
 def test_only_the_first_models_router_is_the_one_of_the_flags(tmp_path: Path) -> None:
     args = Namespace(sglang_router_ip="10.0.0.7", sglang_router_port=3000)
     first, second = (

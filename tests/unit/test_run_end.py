@@ -11,24 +11,24 @@ from slime.ray.run import TrainingRun
 from tests.unit.test_drivers import run_args
 
 
-@pytest.mark.parametrize("tracker_fails", [False, True])
+@pytest.mark.parametrize("fails", ["", "trackers", "ray"])
 def test_trackers_upload_when_nothing_of_the_run_holds_a_gpu_any_more(
-    monkeypatch: pytest.MonkeyPatch, tracker_fails: bool
+    monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     order: list[str] = []
 
-    def upload(*, failed: bool) -> None:
-        order.append("trackers")
-        if tracker_fails:
-            raise RuntimeError("no network")
+    def end(what: str) -> None:
+        order.append(what)
+        if what == fails:
+            raise RuntimeError("it does not answer")
 
-    monkeypatch.setattr(run_module.logging_utils, "finish_tracking", upload)
+    monkeypatch.setattr(run_module.logging_utils, "finish_tracking", lambda **_: end("trackers"))
     monkeypatch.setattr(run_module.ray, "is_initialized", lambda: True)
     run = TrainingRun(run_args(ray_timeline_path=None))
     monkeypatch.setattr(run.parts, "end", lambda **_: order.append("parts"))
     run._supervisor = SimpleNamespace(  # type: ignore[assignment]
         before_end=lambda: order.append("watchdog"),
-        shut_ray_down=lambda: order.append("ray"),
+        shut_ray_down=lambda: end("ray"),
         end=lambda **_: order.append("guard"),
         lost_ray=None,
     )

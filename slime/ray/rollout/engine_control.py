@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import ray
@@ -27,6 +28,7 @@ from slime.backends.sglang_utils.engine_client import MEMORY_TAGS
 from slime.backends.sglang_utils.server_control import Probe
 from slime.config.args import Args
 from slime.observability.rollout_metrics import draft_metrics
+from slime.processes.wait import Watch
 from slime.ray.placement import Slot
 from slime.ray.rollout.joins import EngineJoins
 from slime.ray.rollout.replacements import Replacements
@@ -58,7 +60,6 @@ class EngineControl(RayActor):
     _router_watch: RouterWatch | None = None
     replacements: Replacements | None = None  # with --use-fault-tolerance
     _ends: EngineEnds | None = None  # without
-    _joins: EngineJoins | None = None  # with --elastic-rollout
     _loads: EngineLoads | None = None
     _drafts: DraftWatch | None = None  # where there are engines
 
@@ -66,16 +67,18 @@ class EngineControl(RayActor):
         self.args = args
         self._slots = engine_slots
         self._servers = RolloutServers(args, [])
+        self._ending = ExitStack()
         self._updatable: list[Any] = []
 
     def _start_engines(self) -> None:
         self._servers = start_rollout_servers(self.args, slots=self._slots)
+        self._ending.callback(self._servers.shutdown)
         self._servers.publish()
         self._drafts = DraftWatch(self.args.spec_break_even_length, may_stop=self.args.spec_auto_off)
         self._router_watch = RouterWatch(self._servers.models)
-        self._router_watch.start()
+        self._begin(self._router_watch)
         self._loads = EngineLoads(self._router_urls)
-        self._loads.start()
+        self._begin(self._loads)
         if self.args.check_weight_update_equal:
             self._servers.overwrite_weights()
         init_http_client(self.args)
@@ -83,15 +86,18 @@ class EngineControl(RayActor):
             use_distributed_post(self.args)
         if self.args.use_fault_tolerance:
             self.replacements = Replacements(self._servers, self.args)
-            self.replacements.watch.start()
+            self._begin(self.replacements.watch)
             OUTAGES.listen(self._suspect)
             if self.args.elastic_rollout:
-                self._joins = EngineJoins(self._servers, self.replacements, self.args, self._slots)
-                self._joins.start()
+                self._begin(EngineJoins(self._servers, self.replacements, self.args, self._slots))
         else:
             self._ends = EngineEnds(self._servers.models)
-            self._ends.start()
+            self._begin(self._ends)
             OUTAGES.listen(self._ends.suspect)
+
+    def _begin(self, watch: Watch) -> None:
+        watch.start()
+        self._ending.callback(watch.stop)
 
     def _suspect(self, url: str) -> None:
         """Look at the engines when a request to a router of the run has failed."""
@@ -105,11 +111,8 @@ class EngineControl(RayActor):
         return self.replacements
 
     def _end_engines(self) -> None:
-        watch = self._ends if self.replacements is None else self.replacements.watch
-        for one in (self._joins, self._router_watch, self._loads, watch):
-            if one is not None:
-                one.stop()
-        self._servers.shutdown()
+        """End the watches and then the engines, each whatever fails before it."""
+        self._ending.close()
         self._servers = RolloutServers(self.args, [])
 
     @ray.method(concurrency_group="control")

@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,9 +98,10 @@ class EngineJoins(Watch):
         """End; engines that joined are told that the run has ended, and the run's own among them are ended."""
         super().stop()
         self._thread.join(timeout=ASK_S)
-        self._book.close()
-        for one in list(self._on_nodes):
-            self._end(one)
+        with ExitStack() as ending:
+            ending.callback(self._book.close)
+            for one in list(self._on_nodes):
+                ending.callback(self._end, one)
 
     def tick(self) -> None:
         """Look once at who wants to come or go."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -216,9 +217,10 @@ class RolloutManager(EngineControl):
     @ray.method(concurrency_group="control")
     def dispose(self) -> None:
         """End the engines and the router; after a failure next to a rollout that will not end any more."""
-        stop_worker()
-        self._end_engines()
-        self.recorder.finish(RECORDS_DEADLINE_S)
+        with ExitStack() as ending:  # the last that is given comes first; each, whatever fails before it
+            ending.callback(self.recorder.finish, RECORDS_DEADLINE_S)
+            ending.callback(self._end_engines)
+            ending.callback(stop_worker)
 
     def _save_tokenizer(self) -> None:
         """Beside the dumps of --dump-details: what turns their tokens into text again."""

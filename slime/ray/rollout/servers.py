@@ -167,12 +167,12 @@ class ModelServers:
 
     def shutdown(self) -> None:
         """End what is ours; engines are removed from a router that is not."""
-        if not self.router.is_ours:
-            for url in list(self._behind):
-                self.take_from_router(url)
-        self.router.shutdown()
-        for _, group in self.groups:
-            group.shutdown()
+        with ExitStack() as ending:  # each, whatever fails
+            for _, group in self.groups:
+                ending.callback(group.shutdown)
+            ending.callback(self.router.shutdown)
+            for url in () if self.router.is_ours else list(self._behind):
+                ending.callback(self.take_from_router, url)
 
 
 class RolloutServers:
@@ -290,8 +290,9 @@ class RolloutServers:
 
     def shutdown(self) -> None:
         """End the routers and the engines that are ours."""
-        for model in self.models:
-            model.shutdown()
+        with ExitStack() as ending:
+            for model in self.models:
+                ending.callback(model.shutdown)
 
 
 def start_rollout_servers(args: Args, *, slots: Sequence[Slot]) -> RolloutServers:
