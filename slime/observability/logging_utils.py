@@ -258,7 +258,7 @@ def init_tracking(args: Args, primary: bool = True) -> None:
 
     Args:
         args: reads `output_dir`, `tracker`, `use_tensorboard`, `use_wandb` and the flags of those two, and what says
-            whether the run goes on (`tracker_runs`).
+            whether the run goes on (`trackers.goes_on`).
         primary: True in the one process that writes.
     """
     if primary and tracking.args is not None and tracking.args.output_dir == args.output_dir:

@@ -73,11 +73,6 @@ def goes_on(args: Args) -> bool:
     return is_own and latest_iteration(args.load) is not None
 
 
-def tracker_runs(args: Args) -> TrackerRuns:
-    """Those of the run of these flags."""
-    return TrackerRuns(args.save, goes_on=goes_on(args))
-
-
 class Step(NamedTuple):
     """When a record was made.
 

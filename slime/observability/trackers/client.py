@@ -29,11 +29,11 @@ from slime.observability.trackers import (
     KEYS,
     RUN_FILE,
     Place,
+    TrackerRuns,
     count_left,
     end_of_files,
     goes_on,
     read_place,
-    tracker_runs,
     write_json,
 )
 from slime.observability.wandb_utils import public_config, upload_s
@@ -160,7 +160,8 @@ def prepare(args: Args, names: Sequence[str]) -> None:
 
     A tracker of a run that goes on begins where it was; any other at what the run writes from now on.
     """
-    directory, is_resumed, runs = Path(args.output_dir), goes_on(args), tracker_runs(args)
+    directory, is_resumed = Path(args.output_dir), goes_on(args)
+    runs = TrackerRuns(args.save, goes_on=is_resumed)
     run: dict[str, Any] = {"trackers": list(names), "is_resumed": is_resumed, "flags": public_config(args)}
     run["command_line"] = [sys.argv[0], *command_line_without_secrets(sys.argv[1:], vars(args))]
     write_json(directory / FOLDER / RUN_FILE, run)
