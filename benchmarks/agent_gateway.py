@@ -1,6 +1,6 @@
 """Measure the gateway for agents: its CPU time of a turn by sessions and by context, and breaks per 1,000 turns.
 
-    python benchmarks/agent_gateway.py [--turns 4000] [--family qwen3]
+    python benchmarks/agent_gateway.py [--turns 4000] [--family qwen3] [--tools 16]
 
 The engine answers at once with 64 fixed ids over HTTP; engine and clients are another process. So the CPU time of this
 process is all that the gateway adds to a turn: parsing, matching, tokenising, both sides of HTTP, recording. Beside it
@@ -43,7 +43,15 @@ def http(first_line: str, body: bytes, *headers: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-async def peer(ids: list[int]) -> None:
+def tools_of(count: int) -> dict[str, Any]:
+    """What a request says of so many tools, 2 KB each."""
+    fields = {f"field_{number}": {"type": "string", "description": "What it says. " * 5} for number in range(8)}
+    shown = {"description": "What the tool does. " * 60, "parameters": {"type": "object", "properties": fields}}
+    named = [{"type": "function", "function": {"name": f"tool_{number}", **shown}} for number in range(count)]
+    return {"tools": named} if named else {}
+
+
+async def peer(ids: list[int], tools: dict[str, Any]) -> None:
     """The other process: the engine, and the clients that this one tells what to do."""
     pairs = [[-0.5, token, None] for token in ids]
     meta = {"output_token_logprobs": pairs, "finish_reason": {"type": "stop"}, "completion_tokens": len(ids)}
@@ -65,7 +73,7 @@ async def peer(ids: list[int]) -> None:
         order = json.loads(line)
         for key in order["keys"]:
             if key not in clients:
-                clients[key] = Client(order["port"], key, order["context"])
+                clients[key] = Client(order["port"], key, order["context"], tools)
         began = time.perf_counter()
         await asyncio.gather(*(clients[key].run(order["turns"]) for key in order["keys"]))
         print(time.perf_counter() - began, flush=True)
@@ -75,8 +83,8 @@ async def peer(ids: list[int]) -> None:
 class Client:
     """An agent that sends its whole conversation, without thoughts, over one connection."""
 
-    def __init__(self, port: int, key: str, context: str) -> None:
-        self.port, self.key = port, key
+    def __init__(self, port: int, key: str, context: str, tools: dict[str, Any]) -> None:
+        self.port, self.key, self.tools = port, key, tools
         self.messages: Messages = [{"role": "user", "content": context}]
         self.connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
@@ -85,7 +93,7 @@ class Client:
         self.connection = self.connection or await asyncio.open_connection("127.0.0.1", self.port, limit=2**26)
         reader, writer = self.connection
         for _ in range(turns):
-            body = json.dumps({"model": "m", "messages": self.messages}).encode()
+            body = json.dumps({"model": "m", "messages": self.messages, **self.tools}).encode()
             writer.write(
                 http("POST /v1/chat/completions HTTP/1.1", body, f"Authorization: Bearer {self.key}", "Host: x")
             )
@@ -122,9 +130,10 @@ class Bench:
 
     Args:
         family: whose chat template is used.
+        tools: how many a request has.
     """
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, tools: int = 0) -> None:
         from slime.agent.adapters.sessions import quiet_collector
         from slime.agent.gateway import Gateway
         from tests.rollout.chat_tokenizers import family_tokenizer
@@ -133,7 +142,7 @@ class Bench:
         text = "<think>\nhm\n</think>\n\n" + "word " * OUTPUT
         self.ids = self.tokenizer.encode(text, add_special_tokens=False)[: OUTPUT - 1]
         self.ids += self.tokenizer.encode("<|im_end|>", add_special_tokens=False)
-        command = [sys.executable, __file__, "--peer", json.dumps(self.ids)]
+        command = [sys.executable, __file__, "--peer", json.dumps(self.ids), "--tools", str(tools)]
         self.peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         engine = f"http://127.0.0.1:{self._answer()}"
         self.gateway = Gateway(tokenizer=self.tokenizer, sglang_url=engine).start()
@@ -202,12 +211,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=4000, help="of a row, spread over its sessions")
     parser.add_argument("--family", default="qwen3", help="whose chat template (tests/fixtures/chat_templates)")
+    parser.add_argument("--tools", type=int, default=0, help="of a request, 2 KB each")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peer:
-        asyncio.run(peer(json.loads(args.peer)))
+        asyncio.run(peer(json.loads(args.peer), tools_of(args.tools)))
         return
-    bench = Bench(args.family)
+    bench = Bench(args.family, args.tools)
     costs = {}
     print("| sessions | tokens of context | turns | us CPU a turn | us by the clock | breaks per 1,000 turns |")
     print("|---|---|---|---|---|---|")

@@ -59,6 +59,7 @@ class Seen:
         path: of the request.
         frame: the fields beside the messages that chat messages and tools are made of.
         items: its messages, or the items of its input.
+        frame_digest: of those fields.
         digest: of the items.
         messages: as chat templates take them.
         tools: the same of its tools.
@@ -66,6 +67,7 @@ class Seen:
 
     path: str = ""
     frame: list[Any] = field(default_factory=list)
+    frame_digest: bytes = b""
     items: list[Any] = field(default_factory=list)
     digest: bytes = b""
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -89,10 +91,12 @@ class Intake:
         self.seen, self.path = seen, path
         self._name = "messages" if "messages" in body else "input"
         self._items: list[Any] = body[self._name] if isinstance(body.get(self._name), list) else []
-        self._frame = [body.get(name) for name in _FRAME]
+        self._frame, self._frame_digest = [body.get(name) for name in _FRAME], seen.frame_digest
         self._digest = b""
         count = len(seen.items)
-        is_same = path == seen.path and self._frame == seen.frame and self._items[:count] == seen.items
+        if (is_framed := self._frame == seen.frame) is False:
+            self._frame_digest = _hash(b"", to_json(self._frame, sorts=True))
+        is_same = path == seen.path and is_framed and self._items[:count] == seen.items
         self.num_known = count if is_same and _is_apart(self._items, count) else 0
         self._items[: self.num_known] = seen.items[: self.num_known]  # their texts are held once
         self.new = self._items[self.num_known :]
@@ -102,9 +106,9 @@ class Intake:
         self._digest = self.seen.digest if self.num_known else b""
         for item in self.new:
             self._digest = _hash(self._digest, to_json(item, sorts=True))
-        left_out = ("stream", "stream_options", self._name if self._items else "")
+        left_out = (*_FRAME, "stream", "stream_options", self._name if self._items else "")
         rest = {key: value for key, value in body.items() if key not in left_out}
-        return _hash(self._digest + self.path.encode(), to_json(rest, sorts=True))
+        return _hash(self._digest + self._frame_digest + self.path.encode(), to_json(rest, sorts=True))
 
     def new_body(self, body: dict[str, Any]) -> dict[str, Any]:
         """The request without what is known."""
@@ -114,7 +118,7 @@ class Intake:
         """What the next request is compared with; `messages` and `tools` are those of `new_body`."""
         if self.num_known:
             messages, tools = [*self.seen.messages, *messages], self.seen.tools
-        return Seen(self.path, self._frame, self._items, self._digest, messages, tools)
+        return Seen(self.path, self._frame, self._frame_digest, self._items, self._digest, messages, tools)
 
 
 def _is_apart(items: list[Any], place: int) -> bool:

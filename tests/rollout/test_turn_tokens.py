@@ -4,9 +4,12 @@ the difference is counted and the model's own tokens stay as they were.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from slime.rollout import multi_turn
 from slime.rollout.multi_turn import count_drift, next_turn_tokens, turn_content, turn_markers
 from slime.utils.errors import UsageError
 from slime.utils.processing_utils import decode_ids, encode_text, render_chat
@@ -175,6 +178,33 @@ def test_a_template_that_leaves_the_turn_out_is_refused():
     tokenizer.chat_template = "{{ messages[-1].content }}"
     with pytest.raises(ValueError, match="0 times instead of once"):
         next_turn_tokens(tokenizer, [QUESTION, {"role": "assistant", "content": "x"}], [RESULT], tokens=[])
+
+
+SCHEMA = [{"type": "function", "function": {"name": "calculator", "description": "It counts.", "parameters": {}}}]
+ANSWERED = [QUESTION, {"role": "assistant", "content": "1512"}]
+
+
+def test_schemas_before_the_models_turn_are_not_written_again(monkeypatch):
+    shown = []
+    monkeypatch.setattr(
+        multi_turn, "render_chat", lambda *args, **kwargs: shown.append(render_chat(*args, **kwargs)) or shown[-1]
+    )
+    tokenizer = family_tokenizer("qwen2_5")
+    new = next_turn_tokens(tokenizer, ANSWERED, [AGAIN], tokens=[], tools=SCHEMA)
+    assert len(shown) == 1 and "<tools>" in shown[0] and "It counts." not in shown[0]
+    whole = render_chat(tokenizer, [*ANSWERED, AGAIN], tools=SCHEMA)
+    assert "It counts." in whole and whole.endswith("1512" + tokenizer.decode(new))
+
+
+def test_a_template_that_shows_tools_behind_the_models_turn_shows_them_as_they_are():
+    """As Mistral's does: before the last message of the user's."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if loop.last and tools %}[TOOLS]{{ tools | tojson }}[/TOOLS]{% endif %}"
+        "[{{ m.role }}]{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    new = tokenizer.decode(next_turn_tokens(tokenizer, ANSWERED, [AGAIN], tokens=[], tools=SCHEMA))
+    assert new == "</s>[TOOLS]" + json.dumps(SCHEMA) + "[/TOOLS][user]And 12*12?</s>[assistant]"
 
 
 def test_the_tiny_models_tokens_between_turns_are_those_of_its_demonstrations():

@@ -9,9 +9,10 @@ from typing import Any
 import orjson
 import pytest
 
+from slime.agent import history
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
 from slime.agent.adapters.wire import new_id
-from slime.agent.history import Intake, Seen
+from slime.agent.history import Intake, Seen, to_json
 from tests.unit.agent_fakes import FakeTokenizer
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -112,6 +113,17 @@ def test_other_requests_have_other_digests_and_a_stream_does_not_matter(other):
     assert Intake(Seen(), CHAT, other).digest(other) != digest
     texts = [{"input": text} for text in "ab"]
     assert Intake(Seen(), CHAT, texts[0]).digest(texts[0]) != Intake(Seen(), CHAT, texts[1]).digest(texts[1])
+
+
+def test_tools_that_the_request_before_had_are_not_written_again_for_its_digest(monkeypatch):
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "ls"}], "max_tokens": 3}
+    first = Intake(Seen(), CHAT, body)
+    digest, seen = first.digest(body), first.seen_as(body["messages"], body["tools"])
+    again = Intake(seen, CHAT, copy.deepcopy(body))
+    written = []
+    monkeypatch.setattr(history, "to_json", lambda value, **keys: written.append(value) or to_json(value, **keys))
+    assert again.digest(body) == digest
+    assert written == [{"max_tokens": 3}]
 
 
 def test_ids_are_of_the_length_that_is_asked_for_and_never_equal():
