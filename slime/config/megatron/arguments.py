@@ -137,26 +137,26 @@ def megatron_problems(
         hf_config: the dict of --hf-checkpoint's config.json, or None where there is none to compare with.
         explicit: attributes whose flags were given; None means unknown, and then nothing is without effect.
     """
-    problems, given = Problems(), frozenset(explicit or ())
-    if problem := shadowing_problem():
-        problems.environment.append(problem)
-    set_here = derive_megatron(args).keys()
-    derived = set_here - given
-    problems.unsupported += refused_flags(args, derived)
-    if args.optimizer in ("sgd", "muon"):
-        problems.unsupported.append(
-            f"--optimizer {args.optimizer} is not supported with --train-backend megatron: its distributed optimizer "
-            "cuts matrices anywhere, and checkpoints no state but Adam's; use adam, or --train-backend fsdp."
-        )
+    given, set_here = frozenset(explicit or ()), derive_megatron(args).keys()
+    derived, nccl = set_here - given, nccl_problems(args)
     out_of_range = list(value_checks.check_ranges(args, derived))
-    problems.wrong += out_of_range
-    problems.wrong += value_checks.check_megatron_effects(args, given, set_here)
-    problems.wrong += broken((*value_checks.TRAINING, *OFFLOADING), args, given)
-    problems.environment += check_sharp_library(args)
-    problems.extend(nccl_problems(args))
-    problems.wrong += _family_problems(args.model_name)
-    problems.environment += broken(value_checks.ON_CPU, args, given) if args.accelerator == "cpu" else ()
-    problems.environment += MISSING_CHECKPOINT(args)
+    problems = Problems(
+        wrong=[
+            *out_of_range,
+            *value_checks.check_megatron_effects(args, given, set_here),
+            *broken((*value_checks.TRAINING, *OFFLOADING), args, given),
+            *nccl.wrong,
+            *_family_problems(args.model_name),
+        ],
+        environment=[
+            *filter(None, [shadowing_problem()]),
+            *check_sharp_library(args),
+            *nccl.environment,
+            *(broken(value_checks.ON_CPU, args, given) if args.accelerator == "cpu" else ()),
+            *MISSING_CHECKPOINT(args),
+        ],
+        unsupported=[*refused_flags(args, derived), *OTHER_OPTIMIZERS(args)],
+    )
     if not args.custom_model_provider_path and not out_of_range:  # a hook's model need not be what the flags describe
         problems.extend(_described_model(args, hf_config, explicit))
     return problems
@@ -164,24 +164,23 @@ def megatron_problems(
 
 def _described_model(args: Args, hf_config: Mapping[str, Any] | None, explicit: Collection[str] | None) -> Problems:
     """What is wrong with the model that the flags describe, and with its layout and checkpoints."""
-    problems = Problems()
     if missing := [option_of(name) for name in REQUIRED_MODEL_FLAGS if not vars(args)[name]]:
-        problems.wrong.append(
-            f"{', '.join(missing)} not given; give the model's flags (scripts/models/*.sh) or --model-args-from-hf."
-        )
-        return problems
-    problems.wrong += broken((*value_checks.MODEL, *ATTENTION, *EXPERTS), args)
-    problems.wrong += layout_problems(args, hf_config, explicit) or [
+        names = ", ".join(missing)
+        return Problems([f"{names} not given; give the model's flags (scripts/models/*.sh) or --model-args-from-hf."])
+    loads = {"--load": (args.load, args.ckpt_step), "--ref-load": (args.ref_load, args.ref_ckpt_step)}
+    by_layout = layout_problems(args, hf_config, explicit) or [
         *check_indexer_stages(args, hf_config),
         *check_offloaded_layers(args),
         *check_recomputed_layers(args),
     ]
-    problems.unsupported += broken(value_checks.BUILT_MODELS, args)
+    problems = Problems(
+        wrong=[*broken((*value_checks.MODEL, *ATTENTION, *EXPERTS), args), *by_layout],
+        environment=[text for flag, place in loads.items() for text in checkpoint_shape_problems(args, flag, *place)],
+        unsupported=[*broken(value_checks.BUILT_MODELS, args)],
+    )
     if hf_config is not None:
         problems.wrong += config_mismatches(args, hf_config)
         problems.unsupported += unsupported_model(hf_config, has_own_layers=bool(args.spec and args.model_name))
-    for flag, path, step in (("--load", args.load, args.ckpt_step), ("--ref-load", args.ref_load, args.ref_ckpt_step)):
-        problems.environment += checkpoint_shape_problems(args, flag, path, step)
     return problems
 
 
@@ -195,6 +194,11 @@ def _family_problems(model_name: str | None) -> list[str]:
     return []
 
 
+OTHER_OPTIMIZERS = Rule(
+    lambda a: a.optimizer in ("sgd", "muon"),
+    "--optimizer {optimizer} is not supported with --train-backend megatron: its distributed optimizer cuts matrices "
+    "anywhere, and checkpoints no state but Adam's; use adam, or --train-backend fsdp.",
+)
 MISSING_CHECKPOINT = Rule(
     lambda a: a.exit_on_missing_checkpoint and classify_checkpoint(a.load) != "megatron",
     lambda a: (

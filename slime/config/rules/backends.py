@@ -225,20 +225,25 @@ def fsdp_problems(args: Args, hf_config: Mapping[str, Any] | None, explicit: Col
         hf_config: of --hf-checkpoint.
         explicit: attributes whose flags were given.
     """
-    problems, derived = Problems(), vars(args).keys() - set(explicit)
-    problems.unsupported += refused_flags(args, derived)
-    problems.wrong += check_ranges(args, derived)
-    problems.wrong += [*check_schedule_length(args), *check_warmup(args)]
-    problems.wrong += _of_megatron(args, explicit)
-    problems.unsupported += broken(NOT_BUILT, args, explicit)
-    problems.unsupported += [
-        f"--{name.replace('_', '-')} is not built for {FSDP}; leave it out, or use --train-backend megatron."
-        for name in OWN_NOT_BUILT
-        if name in explicit and vars(args)[name]
-    ]
-    if hf_config is not None:
-        problems.unsupported += unsupported_models(args, text_config(dict(hf_config)))
-    return problems
+    derived = vars(args).keys() - set(explicit)
+    return Problems(
+        wrong=[
+            *check_ranges(args, derived),
+            *check_schedule_length(args),
+            *check_warmup(args),
+            *_of_megatron(args, explicit),
+        ],
+        unsupported=[
+            *refused_flags(args, derived),
+            *broken(NOT_BUILT, args, explicit),
+            *(
+                f"--{name.replace('_', '-')} is not built for {FSDP}; leave it out, or use --train-backend megatron."
+                for name in OWN_NOT_BUILT
+                if name in explicit and vars(args)[name]
+            ),
+            *(() if hf_config is None else unsupported_models(args, text_config(dict(hf_config)))),
+        ],
+    )
 
 
 def unseen_images(args: Args, hf_config: Mapping[str, Any]) -> Iterator[str]:
