@@ -160,11 +160,17 @@ def check_steps(
         assert torch.equal(weight, trained[name]), name
 
 
+OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather"
+FULL = "--recompute-granularity full --recompute-method"
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
 LAYOUTS = {
     "one rank": ("", 1, {}),
-    "full recomputation": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1, {}),
-    "block": ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", 1, {}),
+    "full recomputation": (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        1,
+        WITH_HEAD,
+    ),
+    "block": (f"{FULL} block --recompute-num-layers 1", 1, IN_CHUNKS),
     "selective": ("--recompute-granularity selective --recompute-modules core_attn mlp", 1, {}),
     "TP 2": ("--tensor-model-parallel-size 2", 1, {"max_tokens_per_gpu": 40}),
     "TP 2 with sequence parallelism": ("--tensor-model-parallel-size 2 --sequence-parallel", 1, {}),
@@ -172,15 +178,16 @@ LAYOUTS = {
     "activations in host memory": (f"{OFFLOAD} core_attn qkv_linear attn_proj", 1, {}),
     "optimizer in host memory": ("--optimizer-cpu-offload --use-precision-aware-optimizer", 1, {}),
     "PP 2": ("--pipeline-model-parallel-size 2", 1, {"max_tokens_per_gpu": 40}),
-    "CP 2": ("--context-parallel-size 2", 1, {"max_tokens_per_gpu": 40}),
+    "output layer, CP 2": ("--context-parallel-size 2", 1, {"max_tokens_per_gpu": 40, **WITH_HEAD}),
     "output layer": ("", 1, WITH_HEAD),
+    "output layer, TP 2": ("--tensor-model-parallel-size 2", 1, {"max_tokens_per_gpu": 40, **WITH_HEAD}),
     "output layer in chunks, TP 2": ("--tensor-model-parallel-size 2", 1, IN_CHUNKS),
     "output layer in chunks, SP": ("--tensor-model-parallel-size 2 --sequence-parallel", 1, IN_CHUNKS),
     "output layer, PP 2": ("--pipeline-model-parallel-size 2", 1, {"max_tokens_per_gpu": 40, **WITH_HEAD}),
-    "DP 2": ("--overlap-grad-reduce --overlap-param-gather", 2, {"max_tokens_per_gpu": 24}),
+    "output layer, DP 2": (OVERLAPPED, 2, {"max_tokens_per_gpu": 24, **WITH_HEAD}),
+    "output layer in chunks, DP 2": (OVERLAPPED, 2, {"max_tokens_per_gpu": 24, **IN_CHUNKS}),
 }
 
-FULL = "--recompute-granularity full --recompute-method"
 PRODUCTS = {
     "PP 2, TP 2, sequence parallel, block": (
         f"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel {FULL} block "
@@ -276,14 +283,57 @@ def of_tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Any, 
     return expected_of("qwen3", tmp_path_factory.mktemp("tied"), tied=True, **WITH_HEAD)
 
 
-@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+@pytest.mark.parametrize(
+    ("layout", "dp_size", "changes"),
+    [
+        ("--tensor-model-parallel-size 2", 1, IN_CHUNKS),
+        ("--pipeline-model-parallel-size 2", 1, IN_CHUNKS),
+        (f"--pipeline-model-parallel-size 2 {OVERLAPPED}", 2, {"max_tokens_per_gpu": 24, **WITH_HEAD}),
+        ("--context-parallel-size 2", 1, WITH_HEAD),
+    ],
+)
 def test_an_output_layer_that_is_the_embedding_has_an_adapter_apart_from_it(
-    of_tied: tuple[Path, tuple[Any, ...]], tmp_path: Path, layout: str
+    of_tied: tuple[Path, tuple[Any, ...]], tmp_path: Path, layout: str, dp_size: int, changes: dict[str, Any]
 ):
     hf, (start, log, after) = of_tied
     assert any("lm_head" in name for name in after)
-    args = lora_args(hf, layout, **IN_CHUNKS)
-    train(args, check_steps, start, log, after, tmp_path / "out", num_rollouts=STEPS)
+    args = lora_args(hf, layout, dp_size=dp_size, **changes)
+    train(args, check_steps, start, log, after, tmp_path / "out", num_rollouts=STEPS, dp_size=dp_size)
+
+
+def write_steps(actor: Any, records: list[Any], out: Path) -> None:
+    from slime.ray.rollout.shares import split_train_data
+
+    (share,) = split_train_data(actor.args, make_train_data(), {"dp_size": 1, "cp_size": 1})
+    torch.manual_seed(1)  # the first values of the base, which is loaded over them, took other draws in each layout
+    steps = [metrics for number in range(STEPS) for metrics, _ in actor.train_on(number, dict(share))]
+    if torch.distributed.get_rank() == 0:
+        torch.save(steps, out)
+
+
+BY_COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
+
+
+@pytest.mark.parametrize(
+    ("targets", "flags", "changes"),
+    [
+        (BY_COLUMN, "--tensor-model-parallel-size 2", {}),
+        (BY_COLUMN, "--tensor-model-parallel-size 2", {"recompute_loss_function": True}),
+        (None, f"{FULL} uniform --recompute-num-layers 1", {}),
+    ],
+)
+def test_ranks_that_share_an_input_and_layers_that_are_computed_again_drop_the_same_of_it(
+    hf_path: Path, tmp_path: Path, targets: tuple[str, ...] | None, flags: str, changes: dict[str, Any]
+):
+    """A row-parallel layer's ranks have other channels each, so that its masks are those of no other layout."""
+    lora = {"lora_target_modules": targets, "lora_dropout": 0.5, "lr": 1e-2}
+    for name, of_run in (("one", ""), ("other", flags)):
+        rows = {"data_pad_size_multiplier": 64 if "tensor" in of_run else 128}  # of each rank: as many draws in both
+        args = lora_args(hf_path, of_run, **lora, **rows, **changes)
+        train(args, write_steps, tmp_path / name, num_rollouts=0)
+    one, other = (torch.load(tmp_path / name) for name in ("one", "other"))
+    for expected, found in zip(one, other, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def save_and_export(actor: Any, records: list[Any], out: Path) -> None:
