@@ -344,6 +344,7 @@ def clipped_value_loss(
     A value that moves further from the one before the update is not followed there, as in arXiv 1707.06347's code. All
     are of one shape.
     """
-    clipped = before + (values - before).clamp(-value_clip, value_clip)
+    # not before + (values - before).clamp(...), which differs from a value that the clip leaves alone by rounding
+    clipped = values.clamp(before - value_clip, before + value_clip)
     error, clipped_error = (values - returns).square(), (clipped - returns).square()
     return torch.maximum(error, clipped_error), (clipped_error > error).float()

@@ -154,6 +154,12 @@ class MicroBatches:
         self.global_batch_sizes: list[int] = rollout_data["global_batch_sizes"]
         self._packing = packing
         self._packed = [packing.micro_batch(rollout_data, samples) for samples in self.indices]
+        seen, self._repeated = set[int](), set[int]()
+        for index, samples in enumerate(self.indices):
+            if seen >= set(samples):  # a sample counts in the first micro-batch that has it (slime.utils.dp_schedule)
+                self._repeated.add(index)
+                self._packed[index]["full_loss_masks"].zero_()
+            seen.update(samples)
         self._first_pass: list[dict[str, torch.Tensor]] = [{} for _ in self.indices]
 
     @property
@@ -234,6 +240,8 @@ class MicroBatches:
         samples = self.indices[index]
         columns: dict[str, Any] = {name: [self.column(name)[i] for i in samples] for name in self.columns()}
         columns["unconcat_tokens"] = columns.pop("tokens")
+        if index in self._repeated:
+            columns["loss_masks"] = [torch.zeros_like(mask) for mask in columns["loss_masks"]]
         columns["first_pass"] = self._first_pass[index]
         packed = self._packed[index]
         if "multimodal_train_inputs" in columns:  # joined for one pass: pixels are the largest part of a rollout

@@ -8,13 +8,14 @@ It sees lengths and rollout ids only: no tokens, no tensors, no process groups. 
 2. pack each step into micro-batches: dynamic = first-fit under `max_tokens_per_gpu * cp_size` tokens, or with
    `balance_by_flops` as many as these tokens need, of nearly equal FLOPs; static = `micro_batch_size` each;
 3. round their number up to a multiple of the data-parallel size (times `vpp_group` with interleaved pipeline stages),
-   by splitting the heaviest that holds several samples;
+   by splitting the heaviest that holds several samples; where none does, ranks do their last one once more, of which
+   then nothing is trained (`MicroBatches`): an execution may have several samples, so their number is any;
 4. deal them out: micro-batch k to rank k mod dp, or equally many by estimated FLOPs (`balance_data`), which the
    largest differencing method splits into lists of nearly equal weight (Karmarkar-Karp; ties are broken by position).
 
-Invariants: every scheduled sample appears once; every rank has the same number of micro-batches in a step (their
-collectives must match), with interleaved stages a multiple of `vpp_group`; all samples of a rollout are in the same
-step; no micro-batch exceeds the cap unless it holds a single sample or FLOPs are balanced.
+Invariants: every scheduled sample is in one partition, once; every rank has the same number of micro-batches in a step
+(their collectives must match), with interleaved stages a multiple of `vpp_group`; all samples of a rollout are in the
+same step; no micro-batch exceeds the cap unless it holds a single sample or FLOPs are balanced.
 
 Example:
     lengths [100, 200, 300, 50, 60, 70, 80, 90], one rollout each, 2 ranks, cap 300, 4 rollouts a step:
@@ -89,6 +90,10 @@ def build_dp_schedule(
             cap = needed(args.max_tokens_per_gpu) * cp_size
             bins = pack_by_flops(lengths, cap, args) if args.balance_by_flops else first_fit_pack(lengths, cap)
             bins = expand_bins_by_splitting(bins, lengths, -(-len(bins) // multiple) * multiple)
+            assert len(bins) >= dp_size, (
+                f"{len(samples)} samples in a train step cannot fill {dp_size} micro-batches; make "
+                "--global-batch-size a multiple of the number of data-parallel ranks"
+            )
         else:
             bins = consecutive_chunks(len(samples), args.micro_batch_size)
             assert len(bins) % multiple == 0, (
@@ -96,13 +101,19 @@ def build_dp_schedule(
                 f"{len(bins)}, which {_sharers(dp_size, multiple)} cannot share equally; change --global-batch-size "
                 "or use --use-dynamic-batch-size"
             )
-        weights = [calculate_fwd_flops([lengths[i] for i in b], args) for b in bins] if args.balance_data else None
-        for rank, mine in enumerate(deal_out(len(bins), dp_size, weights)):
+        num_bins = -(-len(bins) // multiple) * multiple
+        # Those that are done once more come last, so that every rank has one of its own before: not by weight.
+        is_weighed = args.balance_data and num_bins == len(bins)
+        weights = [calculate_fwd_flops([lengths[i] for i in b], args) for b in bins] if is_weighed else None
+        for rank, mine in enumerate(deal_out(num_bins, dp_size, weights)):
             for b in mine:
+                if b >= len(bins):
+                    micro_batch_indices[rank].append(micro_batch_indices[rank][-1])
+                    continue
                 start = len(partitions[rank])
                 partitions[rank] += [samples[i] for i in bins[b]]
                 micro_batch_indices[rank].append(list(range(start, start + len(bins[b]))))
-        num_microbatches.append(len(bins) // dp_size)
+        num_microbatches.append(num_bins // dp_size)
     return DpSchedule(partitions, micro_batch_indices, num_microbatches, [global_batch_size] * len(steps))
 
 
@@ -183,24 +194,9 @@ def _sharers(dp_size: int, multiple: int) -> str:
 def expand_bins_by_splitting(bins: list[list[int]], lengths: Sequence[int], target: int) -> list[list[int]]:
     """Split the heaviest bin that holds several items into two even halves until there are `target` bins.
 
-    The heavier half (longest items first, each to the lighter side) takes the bin's place, the other goes to the end.
+    There are fewer where no bin holds several any more. The heavier half (longest items first, each to the lighter
+    side) takes the bin's place, the other goes to the end.
     """
-    bins = _split(bins, lengths, target)
-    assert len(bins) >= target, (
-        f"{len(lengths)} samples in a train step cannot fill {target} micro-batches; make --global-batch-size a "
-        "multiple of the number of data-parallel ranks (times the group of --num-virtual-stages-per-pipeline-rank)"
-    )
-    return bins
-
-
-def split_or_repeat(bins: list[list[int]], lengths: Sequence[int], target: int) -> list[list[int]]:
-    """As `expand_bins_by_splitting`, for passes where an item may be done twice: the last bin fills the rest."""
-    bins = _split(bins, lengths, target)
-    return bins + [bins[-1]] * (target - len(bins))
-
-
-def _split(bins: list[list[int]], lengths: Sequence[int], target: int) -> list[list[int]]:
-    """`target` bins, or fewer where no bin holds several items any more."""
     bins = [list(b) for b in bins]
     divisible = [(-sum(lengths[i] for i in items), b) for b, items in enumerate(bins) if len(items) > 1]
     heapq.heapify(divisible)
@@ -218,6 +214,12 @@ def _split(bins: list[list[int]], lengths: Sequence[int], target: int) -> list[l
             if len(halves[side]) > 1:
                 heapq.heappush(divisible, (-weight[side], b))
     return bins
+
+
+def split_or_repeat(bins: list[list[int]], lengths: Sequence[int], target: int) -> list[list[int]]:
+    """As `expand_bins_by_splitting`, for passes where an item may be done twice: the last bin fills the rest."""
+    bins = expand_bins_by_splitting(bins, lengths, target)
+    return bins + [bins[-1]] * (target - len(bins))
 
 
 def consecutive_chunks(num_items: int, size: int) -> list[list[int]]:

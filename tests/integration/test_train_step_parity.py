@@ -101,6 +101,7 @@ LAYOUTS = {
     "TP 2 with sequence parallelism": ("--tensor-model-parallel-size 2 --sequence-parallel", 1, {}),
     "DP 2": ("", 2, {"max_tokens_per_gpu": 24}),
     "DP 2, overlapped": ("--overlap-grad-reduce --overlap-param-gather", 2, {"max_tokens_per_gpu": 24}),
+    "DP 2, a micro-batch twice": ("", 2, {"max_tokens_per_gpu": 4}),  # 13 samples, none fits beside another
     "DP 2, balanced": ("", 2, {"max_tokens_per_gpu": 24, "balance_data": True}),
 }
 
@@ -169,7 +170,7 @@ def test_several_steps_with_kl_entropy_and_temperature_equal_the_references(hf_p
     train(args, compare, log, str(tmp_path / "after"), num_rollouts=2, dp_size=dp_size)
 
 
-@pytest.mark.parametrize(("dp_size", "max_tokens"), [(1, 4096), (2, 24)])
+@pytest.mark.parametrize(("dp_size", "max_tokens"), [(1, 4096), (2, 24), (2, 4)])
 def test_a_per_token_loss_is_the_mean_over_the_steps_tokens(hf_path, tmp_path, dp_size, max_tokens):
     data = make_train_data()
     trained = sum(map(sum, data["loss_masks"]))

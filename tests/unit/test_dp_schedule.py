@@ -157,10 +157,18 @@ def test_interleaved_stages_get_multiples_of_their_group_on_every_rank():
     plan = schedule(lengths, dp=2, gbs=12, group=3)  # 4 packs of 300 become 2 x 3
     assert plan.num_microbatches == [3]
     assert [len(b) for b in plan.micro_batch_indices] == [3, 3]
-    with pytest.raises(AssertionError, match="cannot fill 6 micro-batches"):
-        schedule([1] * 5, dp=2, gbs=5, group=3)
     with pytest.raises(AssertionError, match="2 data-parallel ranks with interleaved groups of 3"):
         schedule(lengths[:4], dp=2, gbs=4, group=3, use_dynamic_batch_size=False)
+
+
+@pytest.mark.parametrize(("group", "balance_data"), [(1, False), (1, True), (3, True)])
+def test_ranks_do_a_micro_batch_twice_where_no_samples_are_left_to_split(group, balance_data):
+    """Four executions, one of which has two samples, and none fits beside another."""
+    rollouts = [0, 1, 1, 2, 3]
+    plan = schedule([300] * 5, dp=2, rollouts=rollouts, group=group, balance_data=balance_data)
+    assert plan.num_microbatches == [3] and plan.global_batch_sizes == [4]
+    assert plan.partitions == [[0, 2, 4], [1, 3]]
+    assert plan.micro_batch_indices == [[[0], [1], [2]], [[0], [1], [1]]]
 
 
 def test_a_pass_without_gradients_may_do_a_micro_batch_twice():

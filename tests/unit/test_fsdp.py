@@ -125,7 +125,7 @@ def assert_equal_dumps(theirs: list[dict[str, Any]], ours: list[dict[str, Any]])
         ("tied", 1, {"offload_train": True}),
         ("qwen3", 2, {"attn_implementation": "sdpa", "fsdp_reshard_after_forward": False, "max_tokens_per_gpu": 24}),
         ("moe", 4, {"megatron": "--context-parallel-size 2", "max_tokens_per_gpu": 24}),
-        ("qwen3", 2, {"fsdp_replicate_size": 2, "fsdp_forward_prefetch": True}),
+        ("qwen3", 2, {"fsdp_replicate_size": 2, "fsdp_forward_prefetch": True, "max_tokens_per_gpu": 4}),
         ("qwen3", 2, {"fsdp_cpu_offload": True, "megatron": "--recompute-granularity full", "max_tokens_per_gpu": 24}),
         ("moe", 2, {"megatron": "--recompute-granularity full", "fsdp_min_group_params": 10**6}),
     ],

@@ -42,6 +42,15 @@ def test_a_value_that_moves_further_than_the_clip_is_not_followed():
     assert gradient.any() and metrics["value_clipfrac"] == 0
 
 
+def test_a_value_within_the_clip_never_counts_as_clipped_whatever_is_rounded():
+    from slime.algorithms.losses import clipped_value_loss
+
+    generator = torch.Generator().manual_seed(0)
+    before, values, returns = (scale * torch.rand(1000, generator=generator) for scale in (0.01, 0.1, 1))
+    losses, is_clipped = clipped_value_loss(values, before, returns, 0.2)  # no value is further than 0.1
+    assert not is_clipped.any() and torch.equal(losses, (values - returns).square())
+
+
 def ragged(values: list[float]) -> list[list[float]]:
     return [row.tolist() for row in torch.tensor(values, dtype=torch.float64).split(LENGTHS)]
 
