@@ -86,21 +86,7 @@ def build_dp_schedule(
     num_microbatches = []
     for samples in steps:
         lengths = [total_lengths[i] for i in samples]
-        if args.use_dynamic_batch_size:
-            cap = needed(args.max_tokens_per_gpu) * cp_size
-            bins = pack_by_flops(lengths, cap, args) if args.balance_by_flops else first_fit_pack(lengths, cap)
-            bins = expand_bins_by_splitting(bins, lengths, -(-len(bins) // multiple) * multiple)
-            assert len(bins) >= dp_size, (
-                f"{len(samples)} samples in a train step cannot fill {dp_size} micro-batches; make "
-                "--global-batch-size a multiple of the number of data-parallel ranks"
-            )
-        else:
-            bins = consecutive_chunks(len(samples), args.micro_batch_size)
-            assert len(bins) % multiple == 0, (
-                f"{len(samples)} samples in micro-batches of {args.micro_batch_size} (--micro-batch-size) make "
-                f"{len(bins)}, which {_sharers(dp_size, multiple)} cannot share equally; change --global-batch-size "
-                "or use --use-dynamic-batch-size"
-            )
+        bins = _packed(lengths, args, dp_size=dp_size, cp_size=cp_size, multiple=multiple)
         num_bins = -(-len(bins) // multiple) * multiple
         # Those that are done once more come last, so that every rank has one of its own before: not by weight.
         is_weighed = args.balance_data and num_bins == len(bins)
@@ -115,6 +101,26 @@ def build_dp_schedule(
                 micro_batch_indices[rank].append(list(range(start, start + len(bins[b]))))
         num_microbatches.append(num_bins // dp_size)
     return DpSchedule(partitions, micro_batch_indices, num_microbatches, [global_batch_size] * len(steps))
+
+
+def _packed(lengths: Sequence[int], args: Args, *, dp_size: int, cp_size: int, multiple: int) -> list[list[int]]:
+    """Micro-batches of a train step: a multiple, or as many as samples, where none can be split any more."""
+    if args.use_dynamic_batch_size:
+        cap = needed(args.max_tokens_per_gpu) * cp_size
+        bins = pack_by_flops(lengths, cap, args) if args.balance_by_flops else first_fit_pack(lengths, cap)
+        bins = expand_bins_by_splitting(bins, lengths, -(-len(bins) // multiple) * multiple)
+        assert len(bins) >= dp_size, (
+            f"{len(lengths)} samples in a train step cannot fill {dp_size} micro-batches; make --global-batch-size a "
+            "multiple of the number of data-parallel ranks"
+        )
+        return bins
+    bins = consecutive_chunks(len(lengths), args.micro_batch_size)
+    assert len(bins) % multiple == 0, (
+        f"{len(lengths)} samples in micro-batches of {args.micro_batch_size} (--micro-batch-size) make {len(bins)}, "
+        f"which {_sharers(dp_size, multiple)} cannot share equally; change --global-batch-size or use "
+        "--use-dynamic-batch-size"
+    )
+    return bins
 
 
 def packing_lengths(
