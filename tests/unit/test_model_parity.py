@@ -225,3 +225,15 @@ def test_logits_of_a_16_bit_model_are_not_copied_to_fp32(tmp_path):
     args = make_args(tmp_path)
     vars(args).update(bf16=True, params_dtype=torch.bfloat16)
     run_world(1, check_type_of_logits, args, token_ids(args.vocab_size))
+
+
+def check_seeds(args):
+    seeds = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(seeds, torch.initial_seed())
+    assert seeds == [args.seed] * 2 + [args.seed + 100] * 2
+
+
+def test_tensor_parallel_ranks_draw_the_same_dropout_and_pipeline_stages_another(tmp_path):
+    make_hf_model(tmp_path / "hf")
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    run_world(4, check_seeds, make_args(tmp_path / "hf", flags))

@@ -97,11 +97,15 @@ def initialize_model_parallel(args: Args) -> None:
 
 
 def set_seeds(seed: int) -> None:
-    """Seed Python, numpy, torch and Megatron's per-region random states; the same seed on every data-parallel rank."""
-    from megatron.core import tensor_parallel
+    """Seed Python, numpy, torch and Megatron's per-region random states; the same seed on every data-parallel rank.
+
+    Pipeline stages draw from other states, as in Megatron: else dropout would be the same in layers of all of them.
+    """
+    from megatron.core import parallel_state, tensor_parallel
 
     random.seed(seed)
     np.random.seed(seed % 2**32)
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
