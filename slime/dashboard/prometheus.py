@@ -42,7 +42,8 @@ def families_of(run: Run) -> Iterator[Metric]:
     records = GaugeMetricFamily("slime_last_record_seconds", "when the last record was made", labels=["step_key"])
     values: dict[str, float] = {}
     at: dict[str, float] = {}
-    for metric, points in run.series.points.items():
+    # In the order of their last records: not every record has every metric.
+    for metric, points in sorted(run.series.points.items(), key=lambda named: named[1].record[-1]):
         if (value := next(filter(math.isfinite, reversed(points.value)), None)) is not None:
             values[metric] = value
         values[points.step_key], at[points.step_key] = points.step[-1], points.time[-1]
@@ -193,8 +194,10 @@ class RunCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
-        self._run.refresh()
-        yield from families_of(self._run)
+        with self._run.lock:  # another scrape may come meanwhile
+            self._run.refresh()
+            families = list(families_of(self._run))
+        yield from families
         yield from self._targets.families()
 
 

@@ -51,6 +51,17 @@ def test_what_the_driver_wrote_is_the_last_value_of_each_metric(tmp_path: Path):
     assert found["slime_last_record_seconds", "train/step"] == 6.0 and found["slime_alarms", ""] == 1
 
 
+def test_the_newest_record_of_a_kind_counts_and_not_that_of_a_metric_which_is_seldom(tmp_path: Path):
+    records = [
+        {"step_key": "rollout/step", "time": 5.0, "rollout/step": 0, "rollout/reward": 0.5, "perf/save_time": 2.0},
+        {"step_key": "rollout/step", "time": 9.0, "rollout/step": 1, "rollout/reward": 0.75},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = scrape(tmp_path)
+    assert found["slime_last_record_seconds", "rollout/step"] == 9.0 and found["slime_rollout_step", "rollout/step"] == 1
+    assert found["slime_perf_save_time", "perf/save_time"] == 2.0
+
+
 def test_alarms_are_counted_as_a_run_writes_them_and_say_which_still_hold(tmp_path: Path):
     recorded = (ROOT / "tests/fixtures/metrics/stale_async.jsonl").read_text().splitlines()
     logging_utils.init_tracking(make_args(tmp_path))
