@@ -83,7 +83,7 @@ def drive_with_turns() -> int:
         def init(self, *where: Any) -> dict[str, Any]:
             started = super().init(*where)
             seconds = float(os.environ[MOVE_S])
-            self._actor.sleep = self._actor.wake_up = functools.partial(time.sleep, seconds)
+            self._actor.backend.sleep = self._actor.backend.wake_up = functools.partial(time.sleep, seconds)
             return started
 
     run.GpuTurns = Turns  # type: ignore[misc]
