@@ -1,4 +1,4 @@
-"""Ends what a run leaves behind, however it ends: `python -m slime.processes.sweeper RECORD DRIVER_PID`.
+"""Ends what a run leaves behind, however it ends: `python -m slime.processes.sweeper RUN RECORD DRIVER_PID`.
 
 A process of its own, for a driver that is killed outright can clean up nothing. It looks at the run's processes
 (`slime.processes.registry`) every few seconds, for one that is gone cannot be asked which shared memory it had. When
@@ -71,20 +71,22 @@ def begin_record(run: str, output_dir: Path) -> tuple[Path, int | None]:
     """Make the record of a run that begins; the run lives for as long as a process has its descriptor open.
 
     Returns:
-        (the record, the descriptor that locks it); of a record that cannot be made (no room, no locks) notes are
-        lost, and the descriptor is None.
+        (the record, the descriptor that locks it); without a lock, or without a place where other runs look, the
+        descriptor is None, and only driver and sweeper know of the record.
     """
     lock = None
     try:
-        hidden = directory() / f".{run}"  # another run must not find it before it is locked
-        hidden.mkdir()
-        if (lock := claim(hidden)) is not None:
-            record = hidden.rename(hidden.with_name(run))
-            note(record, "output_dir", output_dir)
-            return record, lock
+        record = directory() / f".{run}"  # another run must not find it before it is locked
+        record.mkdir()
+        if (lock := claim(record)) is not None:
+            record = record.rename(record.with_name(run))
     except OSError as error:
-        logger.debug("there is no record of this run: %s", error)
-    return Path(os.devnull, run), lock
+        logger.debug("no other run will find the record of this one: %s", error)
+        record = Path(tempfile.gettempdir()) / f".slime-run-{run}"
+        with contextlib.suppress(OSError):  # where there is no room, notes are lost
+            record.mkdir(mode=0o700)
+    note(record, "output_dir", output_dir)
+    return record, lock
 
 
 def note(record: Path, name: str, path: Path) -> None:
@@ -137,7 +139,7 @@ class Sweeper:
         self.record, lock = begin_record(run, output_dir)  # locked for as long as this process lives
         # A session of its own: Ctrl-C at the terminal must not end it. Nobody waits for it: it outlives the driver.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(self.record), str(os.getpid())],
+            [sys.executable, "-m", __name__, run, str(self.record), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])},
@@ -172,12 +174,12 @@ class _Seen:
         return alive
 
 
-def main(record: Path, driver_pid: int) -> None:
+def main(run: str, record: Path, driver_pid: int) -> None:
     """Wait for the end of the run, then sweep."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(5)
     begin = psutil.Process().create_time()
-    seen = _Seen(record.name, {driver_pid, os.getpid()}, begin)
+    seen = _Seen(run, {driver_pid, os.getpid()}, begin)
     with contextlib.suppress(psutil.NoSuchProcess):  # it ended before this had begun
         _wait_for_end(record, psutil.Process(driver_pid), seen)
     _end(seen)
@@ -264,4 +266,4 @@ def sweep_dead_runs() -> list[str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

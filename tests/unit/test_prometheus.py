@@ -58,7 +58,8 @@ def test_the_newest_record_of_a_kind_counts_and_not_that_of_a_metric_which_is_se
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     found = scrape(tmp_path)
-    assert found["slime_last_record_seconds", "rollout/step"] == 9.0 and found["slime_rollout_step", "rollout/step"] == 1
+    assert found["slime_last_record_seconds", "rollout/step"] == 9.0
+    assert found["slime_rollout_step", "rollout/step"] == 1
     assert found["slime_perf_save_time", "perf/save_time"] == 2.0
 
 

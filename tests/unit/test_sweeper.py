@@ -150,10 +150,23 @@ def test_records_that_others_could_have_written_are_not_believed(records: Path) 
     records.chmod(0o777)
     assert sweeper_module.records() == []
     unlocked, lock = sweeper_module.begin_record("5678", Path("/out"))
-    assert lock is None and sweeper_module.noted(unlocked, "output_dir") is None
+    assert lock is None and unlocked.parent != records, "driver and sweeper have one elsewhere"
     records.chmod(0o700)
     assert sweeper_module.records() == [records / "1234"]
     assert sweep_dead_runs() == [] and not list(records.iterdir()), "nothing was left of that run"
+
+
+def test_what_a_killed_run_left_is_swept_also_where_no_other_run_would_find_its_record(
+    records: Path, tmp_path: Path
+) -> None:
+    records.mkdir()
+    records.chmod(0o777)
+    driver, run, folder = start(tmp_path, "600")
+    assert list(records.parent.glob(f".*{run}")) and not list(records.iterdir())
+    driver.kill()
+    driver.wait(5)
+    until(lambda: not processes_of(run) and not folder.exists() and not list(records.parent.glob(f".*{run}")))
+    assert (tmp_path / "out" / "logs" / "ray" / "raylet.err").read_text() == "why"
 
 
 def test_a_record_that_cannot_be_locked_is_not_shown_to_other_runs(
@@ -161,7 +174,8 @@ def test_a_record_that_cannot_be_locked_is_not_shown_to_other_runs(
 ) -> None:
     """They would take the run for dead."""
     monkeypatch.setattr(sweeper_module, "claim", lambda _: None)  # as where the file system has no locks
-    assert sweeper_module.begin_record("1234", Path("/out"))[1] is None
+    record, lock = sweeper_module.begin_record("1234", Path("/out"))
+    assert lock is None and sweeper_module.noted(record, "output_dir") == Path("/out")
     assert sweeper_module.records() == []
 
 
