@@ -47,7 +47,8 @@ class RayTrainGroup:
         args: the run's flags.
         placement: where the ranks sit.
         role: of the trainer; its values of --megatron-config-path are set.
-        actor_cls: the actor class; another one with the same methods may be given.
+        actor_cls: the actor class; another one with the methods of this group may be given, or one of ours whose own
+            method goes before its trainer's, which is `self.call(name, ...)` there.
 
     Attributes:
         knows_engines: these ranks were given engines.
@@ -215,7 +216,10 @@ class RayTrainGroup:
     ) -> list[Any]:
         """As `_all`, with values of each rank."""
         calls, name = zip(self._actors, values, strict=True), f"{self._actor_cls.__name__}.{method}"
-        refs = [actor.call.options(name=name).remote(method, *of_rank) for actor, of_rank in calls]
+        if hasattr(self._actor_cls, method):
+            refs = [getattr(actor, method).remote(*of_rank) for actor, of_rank in calls]
+        else:
+            refs = [actor.call.options(name=name).remote(method, *of_rank) for actor, of_rank in calls]
         return self._get(refs, f"{what} (logs: {self.log_dir})", deadline_s)
 
     def _get(
@@ -274,7 +278,8 @@ class ReleasedTrainGroup(RayTrainGroup):
     Args:
         args: the run's flags.
         placement: where the ranks sit.
-        actor_cls: the actor class; another one with the same methods may be given.
+        actor_cls: the actor class; another one with the methods of this group may be given, or one of ours whose own
+            method goes before its trainer's, which is `self.call(name, ...)` there.
     """
 
     def __init__(self, args: Args, placement: Placement, *, actor_cls: type = TrainRayActor) -> None:

@@ -147,11 +147,11 @@ class TrainRayActor(RayActor):
             accelerator.empty_cache()  # what torch keeps for the next step, the others on this GPU need now
 
     def call(self, verb: str, *values: Any) -> Any:
-        """Call a verb of this rank, or one of its trainer's; a full disk is an answer, for the run goes on."""
+        """Call a verb of this rank's trainer; a full disk is an answer, for the run goes on."""
         from slime.training.resume import DiskFull
 
         try:
-            return (getattr(self, verb, None) or getattr(self._actor, verb))(*values)
+            return getattr(self._actor, verb)(*values)
         except DiskFull as error:
             return str(error)
 

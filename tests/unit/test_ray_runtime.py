@@ -248,6 +248,9 @@ class EnvironmentReader:
     def call(self, verb, *values):
         return f"{verb} {values}"
 
+    def update_weights(self):
+        return {"perf/mine": 0.5}
+
     def shutdown(self):
         pass
 
@@ -269,6 +272,7 @@ def test_trainer_processes_get_more_variables_and_the_timeline_shows_their_calls
     group = RayTrainGroup(args, placed, actor_cls=EnvironmentReader)
     assert group.train(0, [])[0] == [({**more, "PYTHONUNBUFFERED": "1"}, "train/step")]
     assert group.save_model(3) == "save_model (3,)"
+    assert group.update_weights() == {"perf/mine": 0.5}, "a verb that the class has itself is its own"
     TrainingRun(args)._write_timeline()
     group.shutdown()
     ray.util.remove_placement_group(placed.group)
