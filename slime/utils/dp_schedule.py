@@ -9,7 +9,8 @@ It sees lengths and rollout ids only: no tokens, no tensors, no process groups. 
    `balance_by_flops` as many as these tokens need, of nearly equal FLOPs; static = `micro_batch_size` each;
 3. round their number up to a multiple of the data-parallel size (times `vpp_group` with interleaved pipeline stages),
    by splitting the heaviest that holds several samples; where none does, ranks do their last one once more, of which
-   then nothing is trained (`MicroBatches`): an execution may have several samples, so their number is any;
+   then nothing is trained (`MicroBatches`): an execution may have several samples, so their number is any (losses
+   and biases that balance experts count its tokens twice then);
 4. deal them out: micro-batch k to rank k mod dp, or equally many by estimated FLOPs (`balance_data`), which the
    largest differencing method splits into lists of nearly equal weight (Karmarkar-Karp; ties are broken by position).
 
