@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import os
-import select
+import selectors
 import subprocess
 import sys
 import threading
@@ -113,7 +113,6 @@ class TrackerWriter:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
-                bufsize=0,
                 env=self._environment | {"PYTHONPATH": path},
                 start_new_session=True,
             )
@@ -139,14 +138,19 @@ class TrackerWriter:
     def _listen(self) -> None:
         pipe = self._process.stdout
         assert pipe is not None
-        while True:
-            if not select.select([pipe], [], [], SILENT_S)[0]:
-                self._warn(f"the process of the trackers ({self.pid}) has said nothing for {SILENT_S:.0f} s")
-            elif line := pipe.readline():
+        said = b""
+        with selectors.DefaultSelector() as selector, pipe:
+            selector.register(pipe, selectors.EVENT_READ)
+            while True:
+                if not selector.select(SILENT_S):
+                    self._warn(f"the process of the trackers ({self.pid}) has said nothing for {SILENT_S:.0f} s")
+                    continue
+                if not (more := os.read(pipe.fileno(), 1 << 16)):
+                    return
                 self._heard = time.monotonic()
-                _pass_on(line)
-            else:
-                return pipe.close()
+                *lines, said = (said + more).split(b"\n")
+                for line in lines:
+                    _pass_on(line)
 
     def _warn(self, text: str) -> None:
         if not self._has_warned:
