@@ -226,7 +226,7 @@ def test_a_file_that_is_not_there_is_a_problem_of_the_environment():
 
 
 def test_what_slime_sets_for_a_group_exists_in_server_args():
-    known = {option.dest.removeprefix("sglang_") for option in table_of("sglang").options} | set(OWNED)
+    known = {option["dest"].removeprefix("sglang_") for option in table_of("sglang").options} | set(OWNED)
     assert set(GROUP_OWNED) <= known
 
 
