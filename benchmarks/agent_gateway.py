@@ -44,7 +44,7 @@ def http(first_line: str, body: bytes, *headers: str) -> bytes:
 
 
 def tools_of(count: int) -> dict[str, Any]:
-    """What a request says of so many tools, 2 KB each."""
+    """Return the definitions of `count` tools as a request sends them, 2 KB each."""
     fields = {f"field_{number}": {"type": "string", "description": "What it says. " * 5} for number in range(8)}
     shown = {"description": "What the tool does. " * 60, "parameters": {"type": "object", "properties": fields}}
     named = [{"type": "function", "function": {"name": f"tool_{number}", **shown}} for number in range(count)]

@@ -94,7 +94,8 @@ class Intake:
         self._frame, self._frame_digest = [body.get(name) for name in _FRAME], seen.frame_digest
         self._digest = b""
         count = len(seen.items)
-        if (is_framed := self._frame == seen.frame) is False:
+        is_framed = self._frame == seen.frame
+        if not is_framed:
             self._frame_digest = _hash(b"", to_json(self._frame, sorts=True))
         is_same = path == seen.path and is_framed and self._items[:count] == seen.items
         self.num_known = count if is_same and _is_apart(self._items, count) else 0

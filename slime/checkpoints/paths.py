@@ -136,7 +136,7 @@ def plan_in(directory: Path) -> dict[str, Any] | None:
 
 
 def saved_shape(path: str | Path | None, step: int | None) -> dict[str, Any] | None:
-    """What a checkpoint of a run says of its model (`MODEL_SHAPE_FILE`); None where the path holds none.
+    """Read the model's shape from a checkpoint (`MODEL_SHAPE_FILE`); None if the path holds no checkpoint of a run.
 
     Args:
         path: a checkpoint root, or anything else.

@@ -189,7 +189,8 @@ def _is_python(pid: int) -> bool:
 
 def _asked(pid: int) -> str | None:
     """The stacks that a process writes itself; None where it does not."""
-    if (file := _memory_of(pid)) is None:  # without a handler the signal would end it
+    file = _memory_of(pid)
+    if file is None or not _catches(pid, signal.SIGUSR2):
         return None
     try:
         begin = os.stat(file).st_size
@@ -213,6 +214,15 @@ def _memory_of(pid: int) -> str | None:
                 if os.readlink(path).startswith(f"/memfd:{_MEMORY}"):
                     return path
     return None
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal: one without would end."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def write_report(path: Path, title: str, sections: Mapping[str, Callable[[], str]]) -> None:

@@ -51,7 +51,7 @@ class RayTrainGroup:
             method goes before its trainer's, which is `self.call(name, ...)` there.
 
     Attributes:
-        knows_engines: these ranks were given engines.
+        knows_engines: whether these ranks are connected to the engines.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class ReleasedTrainGroup(RayTrainGroup):
         return {"perf/sleep_time": time.monotonic() - start}
 
     def wake_up(self) -> dict[str, float]:
-        """Build the next trainers, which know no engines."""
+        """Start new trainers; they are not connected to any engine yet."""
         start = time.monotonic()
         self.start()
         self.wait_started()

@@ -250,9 +250,8 @@ class RunLifetime:
         if resumed_from >= 0 and not self.args.eval_only:
             left = f"going on at {first}" if first < self.plan.num_rollout else "it was the last: no rollout is left"
             logger.info("resumed from rollout %d; %s", resumed_from, left)
-        refuse(
-            check_critic_only_steps(self.args, self.plan.num_rollout)
-        )  # where --num-epoch could not be counted before
+        # The parse checks this, too, but cannot count the rollouts of --num-epoch.
+        refuse(check_critic_only_steps(self.args, self.plan.num_rollout))
         self._warn_of_no_profile(range(first, self.plan.num_rollout))
         if first > 0 and not self.args.eval_only:
             get(

@@ -152,7 +152,7 @@ def peft_config(args: Args) -> dict[str, Any]:
 
 
 PART = "policies"
-"""Of an iteration: the checkpoint root of each policy."""
+"""Directory of an iteration that holds a checkpoint root for each policy."""
 
 
 class Policies:

@@ -224,7 +224,10 @@ def expand_bins_by_splitting(bins: list[list[int]], lengths: Sequence[int], targ
 
 
 def split_or_repeat(bins: list[list[int]], lengths: Sequence[int], target: int) -> list[list[int]]:
-    """As `expand_bins_by_splitting`, for passes where an item may be done twice: the last bin fills the rest."""
+    """Split as `expand_bins_by_splitting` does; then repeat the last bin until there are `target`.
+
+    For passes in which an item may be computed twice.
+    """
     bins = expand_bins_by_splitting(bins, lengths, target)
     return bins + [bins[-1]] * (target - len(bins))
 

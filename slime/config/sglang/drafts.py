@@ -170,8 +170,9 @@ def _problems_of_algorithm(args: Args, kind: _Drafting, algorithm: str) -> Itera
             )
             for option, share in loose.items()
         ),
-        *((args.spec_auto_off, sentence) for sentence in _auto_off_problems(args, kind)),
     )
+    if args.spec_auto_off:
+        yield from _auto_off_problems(args, kind)
 
 
 def _own_layer_problems(args: Args, kind: _Drafting) -> Iterator[str]:

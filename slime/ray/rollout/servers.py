@@ -74,7 +74,7 @@ class Seat:
 
     @property
     def takes_weights(self) -> bool:
-        """Whether it takes the trainer's."""
+        """Whether a weight sync updates this engine."""
         return self.model.plan.update_weights and (self.kind is None or self.kind.takes_weights)
 
     @property
@@ -84,12 +84,12 @@ class Seat:
 
     @property
     def worker_type(self) -> str:
-        """What the engine does: "regular", "prefill", ..."""
+        """The engine's task: "regular", "prefill", "decode" or "encoder"."""
         return self.engine.info.worker_type if self.kind is None else self.kind.worker_type
 
     @property
     def is_behind_router(self) -> bool:
-        """Whether we register it with its router; somebody else's router finds somebody else's engines itself."""
+        """Whether slime registers the engine with its router; a router of the user finds external engines itself."""
         return self.external is None or self.is_guest or self.model.router.is_ours
 
 
