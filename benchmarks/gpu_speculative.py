@@ -76,7 +76,7 @@ from slime.ray.rollout.router import reserve_block  # noqa: E402
 
 HOST = "127.0.0.1"
 BATCHES, LENGTHS, STEPS = (1, 8, 32, 128), (1.0, 1.5, 2.0, 3.0, 4.0), (1, 3)
-PROMPT, START_S = 64, 190.0
+PROMPT, START_S = 64, 400.0
 QUESTIONS = (
     "Why is the sky blue?", "Write a sentence about a dog.", "What is 17 + 25?", "Name three colours.",
     "Tell me a short story about a ship.", "How do I boil an egg?", "What is the capital of France?",
