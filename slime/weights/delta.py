@@ -92,7 +92,7 @@ def encode_part(old: torch.Tensor, new: torch.Tensor, start: int, *, itemsize: i
     where, xor, values = _differences(old, new, itemsize)
     if encoding == "overwrite":
         return Part(where.size, (where + first).astype("<u4").tobytes(), values.tobytes())
-    return Part(where.size, b"", _frames(where, xor, new.numel() // itemsize))
+    return Part(where.size, b"", frames_of(where, xor, new.numel() // itemsize))
 
 
 def _differences(old: torch.Tensor, new: torch.Tensor, itemsize: int) -> tuple[Any, Any, Any]:
@@ -104,14 +104,16 @@ def _differences(old: torch.Tensor, new: torch.Tensor, itemsize: int) -> tuple[A
     return where.cpu().numpy(), values[0], values[1]
 
 
-def _frames(where: npt.NDArray[Any], xor: npt.NDArray[Any], size: int) -> bytes:
-    """The compressed frames of a part of `size` elements, of which some differ."""
+def frames_of(where: npt.NDArray[Any], xor: npt.NDArray[Any], size: int) -> bytes:
+    """The compressed frames of a part of `size` elements, of which those at `where` differ by `xor`."""
     step, frames = _FRAME // xor.itemsize, []
+    frame = np.zeros(min(step, size), xor.dtype)  # of all: new pages for each would take as long as the rest
     for start in range(0, size, step):
         low, high = np.searchsorted(where, [start, start + step])
-        frame = np.zeros(min(step, size - start), xor.dtype)
-        frame[where[low:high] - start] = xor[low:high]
-        frames.append(_codec().compress(frame, asbytes=True))
+        places = where[low:high] - start
+        frame[places] = xor[low:high]
+        frames.append(_codec().compress(frame[: size - start], asbytes=True))
+        frame[places] = 0
     return b"".join(frames)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from slime.weights.delta import CHECKSUMS, ENCODINGS, bytes_of, checksum, decode, encode, parts_of
+from slime.weights.delta import CHECKSUMS, ENCODINGS, bytes_of, checksum, decode, encode, frames_of, parts_of
 
 INSTALLED = [kind for kind in CHECKSUMS if kind != "blake3" or importlib.util.find_spec("blake3")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
@@ -82,6 +82,15 @@ def test_a_tensor_of_several_frames_is_one_delta(encoding: str) -> None:
     assert [part.stop - part.start for part in parts_of(old.size, torch.device("cpu"))] == [2**21, 2**21, 6]
     with pytest.raises(ValueError, match="it (is of more than|changes element)"):
         decode(old[2:], delta, itemsize=2, encoding=encoding)
+
+
+def test_frames_of_what_a_gpu_found_are_those_of_whole_bytes() -> None:
+    old = np.zeros(2**21 + 10, np.uint16)  # two frames and ten elements
+    new = old.copy()
+    where = np.array([0, 3, 2**20 - 1, 2**20, 2**21, 2**21 + 9])
+    new[where] = np.arange(1, 7)
+    whole, changed = encode(old.view(np.uint8), new.view(np.uint8), itemsize=2, encoding="xor")
+    assert changed == 6 and frames_of(where, new[where], new.size) == whole
 
 
 def test_checksums_are_the_known_ones() -> None:

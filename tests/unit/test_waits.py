@@ -81,6 +81,11 @@ ALLOWED: dict[tuple[str, str, str], str] = {
     ): "compares and compresses what is in memory",
     (
         "slime/backends/megatron_utils/update_weight/from_disk.py",
+        "DeltaWriter._write_deltas",
+        "task.result",
+    ): "sums up what is in memory",
+    (
+        "slime/backends/megatron_utils/update_weight/from_disk.py",
         "DeltaWriter.finish",
         "self._threads.shutdown",
     ): "reads and writes files",

@@ -23,7 +23,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -322,6 +322,7 @@ class DeltaWriter(HfWriter):
         self._changed = self._elements = 0
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="delta")
         self._to_host = torch.cuda.Stream() if accelerator.kind() == "cuda" else None
+        self._deltas: list[tuple[str, Future[torch.Tensor | None]]] = []  # of the last bucket, in the making
 
     @property
     def density(self) -> float:
@@ -344,9 +345,18 @@ class DeltaWriter(HfWriter):
             self._to_host.synchronize()  # the copy is that of the new version
         self._elements += sum(pair.new.numel() // pair.itemsize for pair in pairs)
         self._changed += sum(part.changed for of_pair in found for part in of_pair)
-        for pair, delta in zip(pairs, self._threads.map(self._finish, pairs, found), strict=True):
-            if delta is not None:
-                super().add([(pair.name, delta)])
+        self._write_deltas()
+        self._deltas = [
+            (pair.name, self._threads.submit(self._finish, pair, of_pair))
+            for pair, of_pair in zip(pairs, found, strict=True)
+        ]
+
+    def _write_deltas(self) -> None:
+        """Write those of the bucket before, whose checksums were made while this one was compared."""
+        for name, task in self._deltas:
+            if (delta := task.result()) is not None:
+                super().add([(name, delta)])
+        self._deltas = []
 
     def _pair_of(self, name: str, tensor: torch.Tensor) -> _Pair:
         new, old = raw_of(tensor), self._held.get(name)
@@ -375,6 +385,7 @@ class DeltaWriter(HfWriter):
 
     def finish(self) -> None:
         """As of `HfWriter`."""
+        self._write_deltas()
         self._threads.shutdown()
         super().finish()
 
