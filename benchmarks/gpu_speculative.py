@@ -61,6 +61,7 @@ from benchmarks.gpu_runs import (  # noqa: E402
     Series,
     apart,
     colocated,
+    line_of,
     make_parser,
     not_measured,
     parse_options,
@@ -346,10 +347,9 @@ def exact(options: Namespace) -> list[Row]:
     with engines(options, {"exact-plain": common, "exact-drafts": {**common, **drafts}}) as urls:
         plain, drafting = urls["exact-plain"], urls["exact-drafts"]
         prompts = prompts_of(model)
-        return [
-            log_prob_row(plain, drafting, prompts, tokens=16 if options.tiny else 256),
-            *distribution_rows(plain, drafting, prompts[4 % len(prompts)], options.samples),
-        ]
+        rows = [log_prob_row(plain, drafting, prompts, tokens=16 if options.tiny else 256)]
+        print(line_of(rows[0]), flush=True)  # thousands of samples follow, and a call may be cut
+        return rows + distribution_rows(plain, drafting, prompts[4 % len(prompts)], options.samples)
 
 
 def prompts_of(model: Path, questions: Sequence[str] = QUESTIONS) -> list[list[int]]:

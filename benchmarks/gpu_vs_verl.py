@@ -192,7 +192,7 @@ def run_verl(model: Path, options: Namespace) -> None:
 
 
 def write_verl_files(folder: Path, options: Namespace) -> None:
-    """Write its prompts, the name of its agent loop, and the stand-in of flash-attn with what names its version."""
+    """Write its prompts, the name of its agent loop, and the stand-ins of flash-attn with what names its version."""
     import pyarrow
     import pyarrow.parquet
 
@@ -211,6 +211,11 @@ def write_verl_files(folder: Path, options: Namespace) -> None:
     (folder / "agents.yaml").write_text("- name: given_lengths\n  _target_: benchmarks.verl_side.GivenLengths\n")
     about = folder / "site" / "flash_attn_3-3.0.0.dist-info"
     about.mkdir(parents=True)
+    losses = folder / "site" / "flash_attn/ops/triton"
+    losses.mkdir(parents=True)
+    for package in (losses, losses.parent, losses.parent.parent):
+        (package / "__init__.py").touch()
+    shutil.copy(ROOT / "benchmarks/verl_cross_entropy.py", losses / "cross_entropy.py")
     shutil.copy(ROOT / "benchmarks/verl_flash_attn.py", folder / "site" / "flash_attn_interface.py")
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn-3\nVersion: 3.0.0\n")
     (about / "top_level.txt").write_text("flash_attn_interface\n")
