@@ -34,7 +34,7 @@ from slime.rollout.sampling.engine_request import (
 from slime.rollout.sampling.generation import GenerateState, tokenize_prompt
 from slime.utils.errors import HttpError
 from slime.utils.http.network import OUTAGES
-from slime.utils.http_utils import is_new_incident, is_refused, stream_events
+from slime.utils.http_utils import is_new_incident, stream_events
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ async def generate_streaming(
             num_breaks = 1 if sample.response_length > before else num_breaks + 1
             if OUTAGES.may_end(router_url(args)):  # the next call waits for its end
                 num_breaks = 1
-            if is_refused(error) or num_breaks > _MOST_BREAKS_IN_A_ROW:
+            if error.is_refused or num_breaks > _MOST_BREAKS_IN_A_ROW:
                 raise
             if state.aborted and not evaluation:
                 sample.status = Sample.Status.ABORTED

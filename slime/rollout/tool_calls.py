@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from slime.config.args import Args
 from slime.processes.wait import CallTimeout, DaemonThreads
 from slime.utils.async_utils import cancel_all, is_cancellation
-from slime.utils.http_utils import HttpError, is_refused
+from slime.utils.errors import HttpError
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 
@@ -148,7 +148,7 @@ async def call_tool(
     except BaseException as error:
         if is_cancellation(error) or isinstance(error, EnvError):
             raise
-        if isinstance(error, ConnectionError) or (isinstance(error, HttpError) and not is_refused(error)):
+        if isinstance(error, ConnectionError) or (isinstance(error, HttpError) and not error.is_refused):
             raise EnvError(f"tool {call.name}: {type(error).__name__}: {error}") from error
         raise RuntimeError(
             f"tool {call.name} with {json.dumps(call.arguments)[:200]} raised {type(error).__name__}: {error}; raise "

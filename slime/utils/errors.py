@@ -60,6 +60,11 @@ class HttpError(RuntimeError):
         super().__init__(message)
         self.status = status
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether a server has answered that it will not do this, whenever it is asked."""
+        return self.status is not None and self.status < 500
+
 
 def env_flag(environment: Mapping[str, str], name: str, *, default: str = "false") -> bool:
     """Whether a variable says yes: true or 1, false, 0 or nothing, in any case.

@@ -61,7 +61,6 @@ __all__ = [
     "init_http_client",
     "is_new_incident",
     "is_port_available",
-    "is_refused",
     "post",
     "post_body",
     "post_sync",
@@ -218,13 +217,8 @@ async def outside_outages(url: str, send: Callable[[], Awaitable[Any]]) -> Any:
         try:
             return await send()
         except HttpError as error:
-            if is_refused(error) or not OUTAGES.has_hit(url, since):
+            if error.is_refused or not OUTAGES.has_hit(url, since):
                 raise
-
-
-def is_refused(error: HttpError) -> bool:
-    """Whether a server has answered that it will not do this, whenever it is asked."""
-    return error.status is not None and error.status < 500
 
 
 async def post_body(

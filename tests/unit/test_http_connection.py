@@ -14,7 +14,7 @@ import pytest
 
 from slime.processes.wait import wait
 from slime.utils.errors import HttpError
-from slime.utils.http_utils import delete_sync, get_sync, is_refused, post_sync
+from slime.utils.http_utils import delete_sync, get_sync, post_sync
 
 
 class Server(ThreadingHTTPServer):
@@ -121,7 +121,7 @@ def test_a_redirect_is_a_refusal_and_is_not_followed(server: Server, send: Calla
     server.redirects_to = f"http://127.0.0.1:{server.server_port}/elsewhere"
     with pytest.raises(HttpError, match="HTTP 307, a redirect") as refusal:
         send(f"http://127.0.0.1:{server.server_port}/")
-    assert is_refused(refusal.value) and server.asked == 1
+    assert refusal.value.is_refused and server.asked == 1
 
 
 @pytest.mark.parametrize("drips_head", [False, True])
