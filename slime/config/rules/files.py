@@ -395,15 +395,18 @@ def form_notes(option: str, path: str | None, is_batch: Callable[[Any], bool]) -
         )
 
 
-def check_settings(values: dict[str, Any], hooks: Iterable[str]) -> Iterator[str]:
+def check_settings(values: dict[str, Any], defaults: dict[str, Any], hooks: Iterable[str]) -> Iterator[str]:
     """Ask each function that has a `check_args(args)` of its own what is wrong with its settings.
 
     Args:
         values: attribute -> value, with everything that the custom config sets.
+        defaults: as of `check_hooks`.
         hooks: attributes of the hook flags.
     """
     for attribute in hooks:
         path = values.get(attribute)
+        if path == defaults.get(attribute):
+            continue
         for each in path if isinstance(path, list) else [path] if path else []:
             if check_args := getattr(try_to_load(each)[0], "check_args", None):
                 yield from check_args(Args.of(values))

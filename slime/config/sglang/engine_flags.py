@@ -9,12 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.backends.sglang_utils.external import (
-    FLAG,
-    apply_external_engine_info_to_args,
-    discover_external_engines,
-    external_engine_problems,
-)
 from slime.config.args import Args
 from slime.config.parser import flag
 from slime.config.problems import Check, NoEffect, Problems, Rule, broken, collected
@@ -132,6 +126,12 @@ def derive_engines(args: Args, explicit: set[str], problems: Problems) -> None:
         addresses = args.rollout_external_engine_addrs or []
         num_external = len(addresses)
         if not any(check_external_engines(args)):
+            from slime.backends.sglang_utils.external import (  # with aiohttp, a tenth of every parse
+                apply_external_engine_info_to_args,
+                discover_external_engines,
+                external_engine_problems,
+            )
+
             key = args.sglang_overrides.get("api_key")
             infos = collected(problems.environment, discover_external_engines, addresses, api_key=key) or []
             if infos:
@@ -174,7 +174,9 @@ def _descriptions(args: Args) -> list[str]:
     given = {
         f"--sglang-config {args.sglang_config}": args.sglang_config is not None,
         f"--prefill-num-servers {args.prefill_num_servers}": args.prefill_num_servers is not None,
-        f"{FLAG} {' '.join(args.rollout_external_engine_addrs or [])}": bool(args.rollout_external_engine_addrs),
+        f"--rollout-external-engine-addrs {' '.join(args.rollout_external_engine_addrs or [])}": bool(
+            args.rollout_external_engine_addrs
+        ),
     }
     return [name for name, is_given in given.items() if is_given]
 
@@ -201,7 +203,11 @@ def sglang_problems(args: Args, *, port_is_free: Callable[[int], bool]) -> Probl
 def external_flag_problems(overrides: dict[str, Any]) -> list[str]:
     """Sentences about options of servers that run already; some of them slime itself reads."""
     return [
-        NoEffect(f"--sglang-{name.replace('_', '-')}", f"with {FLAG}, whose servers run already", "give it to them")
+        NoEffect(
+            f"--sglang-{name.replace('_', '-')}",
+            "with --rollout-external-engine-addrs, whose servers run already",
+            "give it to them",
+        )
         for name in overrides
         if name not in READ_BY_SLIME
     ]

@@ -30,7 +30,6 @@ from weakref import WeakKeyDictionary
 from slime.config.args import Args
 from slime.rollout.hooks.process_rewards import turn_spans
 from slime.rollout.rm_hub.math_utils import without_stop_tokens
-from slime.rollout.sampling.engine_request import required_model_url
 from slime.utils.async_utils import gather_or_cancel
 from slime.utils.errors import HttpError
 from slime.utils.http.api_keys import headers_for
@@ -329,6 +328,8 @@ async def classify_reward(args: Args, response: str, sample: Sample) -> float:
             score.
         ValueError: no reward model runs.
     """
+    from slime.rollout.sampling.engine_request import required_model_url  # with aiohttp, too
+
     url = required_model_url(args, MODEL_NAME, "/classify", remedy="--reward-model-path starts one")
     service = Service(
         "the reward model of --reward-model-path",
