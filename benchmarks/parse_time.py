@@ -27,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGET = {"cold": 15.0, "warm": 3.0}
-HEAVY = ("torch", "transformers", "megatron", "sglang", "sglang_router", "ray", "pyarrow")
+HEAVY = ("torch", "transformers", "megatron", "sglang", "sglang_router", "ray", "pyarrow", "aiohttp")
 PROGRAM = f"""
 import json, os, sys, time
 start, cpu = time.perf_counter(), sum(os.times()[:4])

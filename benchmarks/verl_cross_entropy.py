@@ -13,7 +13,6 @@ from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 def cross_entropy_loss(
     logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(losses `[T]`, the same without a graph, where flash-attn has its z-losses) of logits `[T, vocabulary]`."""
-    losses = LigerCrossEntropyFunction.apply(logits, labels, None, -100, 0.0, 0.0, "none")
-    losses = losses[0] if isinstance(losses, tuple) else losses
+    """Return losses `[T]` of logits `[T, vocabulary]`, and the same, detached, for flash-attn's z-losses."""
+    losses, *_ = LigerCrossEntropyFunction.apply(logits, labels, None, -100, 0.0, 0.0, "none")
     return losses, losses.detach()

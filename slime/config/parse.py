@@ -427,7 +427,7 @@ def _check_environment(args: Args, *, given_load: str | None, has_config: bool) 
 
 
 def _hook_defaults() -> dict[str, Any]:
-    """Attribute -> default; slime's own functions need no check, and loading them takes a fifth of a parse."""
+    """Return attribute -> default. slime's own functions need no check, and every parse would pay for loading them."""
     defaults = {name: value for flags_class in FLAG_CLASSES for name, value in defaults_of(flags_class).items()}
     return defaults | {"eval_function_path": generation.DEFAULT_ROLLOUT}
 

@@ -217,7 +217,7 @@ def _memory_of(pid: int) -> str | None:
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal: one without would end."""
+    """Return whether a process has a handler for a signal; the signal would end one that has none."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):

@@ -62,7 +62,7 @@ class HttpError(RuntimeError):
 
     @property
     def is_refused(self) -> bool:
-        """Whether a server has answered that it will not do this, whenever it is asked."""
+        """Return whether the server has refused the request for good, so that it is no use to send it again."""
         return self.status is not None and self.status < 500
 
 

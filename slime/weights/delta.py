@@ -105,9 +105,9 @@ def _differences(old: torch.Tensor, new: torch.Tensor, itemsize: int) -> tuple[A
 
 
 def frames_of(where: npt.NDArray[Any], xor: npt.NDArray[Any], size: int) -> bytes:
-    """The compressed frames of a part of `size` elements, of which those at `where` differ by `xor`."""
+    """Return the compressed frames of a part of `size` elements, of which those at `where` differ by `xor`."""
     step, frames = _FRAME // xor.itemsize, []
-    frame = np.zeros(min(step, size), xor.dtype)  # of all: new pages for each would take as long as the rest
+    frame = np.zeros(min(step, size), xor.dtype)  # one for all: new pages for each take as long as compressing
     for start in range(0, size, step):
         low, high = np.searchsorted(where, [start, start + step])
         places = where[low:high] - start

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    draft_runs,
     fixed_length,
     gpu_engine_sweep,
     gpu_fsdp,
@@ -299,9 +300,9 @@ def test_two_samples_of_one_distribution_are_told_from_two_of_two() -> None:
 
 def test_acceptance_is_read_at_the_start_and_at_the_end_of_a_run() -> None:
     logged = series(rollout__spec_accept_length=[1.0, 1.1, 1.2, 1.5, 1.9, 2.0, 2.1], rollout__raw_reward=[0.1] * 7)
-    row = gpu_speculative.judge(logged, "r", is_trained=True)
+    row = draft_runs.judge(logged, "r", is_trained=True)
     assert (row.figure, row.limit, row.holds) == ("2.00 tokens", "1.10 at the start", True)
-    assert gpu_speculative.judge({}, "r", is_trained=True).holds is None
+    assert draft_runs.judge({}, "r", is_trained=True).holds is None
 
 
 def test_drafts_that_were_to_stop_have_stopped() -> None:
@@ -309,8 +310,8 @@ def test_drafts_that_were_to_stop_have_stopped() -> None:
         rollout__spec_drafts=[1, 1, 1, 0, 0, 0], rollout__spec_accept_length=[1.1, 1.0, 1.2],
         perf__tokens_per_gpu_per_sec=[9, 50, 50, 9, 60, 60],
     )  # fmt: skip
-    row = gpu_speculative.judge_stop(logged, "r")
+    row = draft_runs.judge_stop(logged, "r")
     assert row.holds and row.ratio == pytest.approx(60 / 50)
     logged["rollout/spec_drafts"][3] = 1
-    assert gpu_speculative.judge_stop(logged, "r").holds is False
-    assert gpu_speculative.judge_stop({}, "r").holds is None
+    assert draft_runs.judge_stop(logged, "r").holds is False
+    assert draft_runs.judge_stop({}, "r").holds is None

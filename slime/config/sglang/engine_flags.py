@@ -126,7 +126,7 @@ def derive_engines(args: Args, explicit: set[str], problems: Problems) -> None:
         addresses = args.rollout_external_engine_addrs or []
         num_external = len(addresses)
         if not any(check_external_engines(args)):
-            from slime.backends.sglang_utils.external import (  # with aiohttp, a tenth of every parse
+            from slime.backends.sglang_utils.external import (  # here: it imports aiohttp
                 apply_external_engine_info_to_args,
                 discover_external_engines,
                 external_engine_problems,

@@ -74,7 +74,7 @@ class Seat:
 
     @property
     def takes_weights(self) -> bool:
-        """Whether a weight sync updates this engine."""
+        """Return whether a weight sync updates this engine."""
         return self.model.plan.update_weights and (self.kind is None or self.kind.takes_weights)
 
     @property
@@ -89,7 +89,7 @@ class Seat:
 
     @property
     def is_behind_router(self) -> bool:
-        """Whether slime registers the engine with its router; a router of the user finds external engines itself."""
+        """Return whether slime registers the engine with its router. A router of the user finds its own engines."""
         return self.external is None or self.is_guest or self.model.router.is_ours
 
 

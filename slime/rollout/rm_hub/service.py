@@ -328,7 +328,7 @@ async def classify_reward(args: Args, response: str, sample: Sample) -> float:
             score.
         ValueError: no reward model runs.
     """
-    from slime.rollout.sampling.engine_request import required_model_url  # with aiohttp, too
+    from slime.rollout.sampling.engine_request import required_model_url  # here: it imports aiohttp
 
     url = required_model_url(args, MODEL_NAME, "/classify", remedy="--reward-model-path starts one")
     service = Service(

@@ -352,7 +352,7 @@ class DeltaWriter(HfWriter):
         ]
 
     def _write_deltas(self) -> None:
-        """Write those of the bucket before, whose checksums were made while this one was compared."""
+        """Write the deltas of the last bucket; threads finish them while the next bucket is compared."""
         for name, task in self._deltas:
             if (delta := task.result()) is not None:
                 super().add([(name, delta)])
