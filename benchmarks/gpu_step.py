@@ -40,8 +40,8 @@ from benchmarks.gpu_runs import (  # noqa: E402
 
 TARGET, STEPS = 0.08, 6
 WORK = ("perf/rollout_time", "perf/log_probs_time", "perf/ref_log_probs_time", "perf/actor_train_time")
-ENGINE_SHARE = {"0.6B": 0.4, SMOLLM2: 0.12}
-"""Of an H200's 141 GB: weights and the keys and values of all 512 x 576 tokens at once (34 and 7 GB), and some to
+ENGINE_SHARE = {"0.6B": 0.4, SMOLLM2: 0.12, "4B": 0.42}
+"""Of an H200's 141 GB: weights and the keys and values of all 512 x 576 tokens at once (34, 7 and 44 GB), and some to
 spare. What an engine takes beyond that it gives up and takes back in every step for nothing."""
 REST = (
     "perf/wake_up_time",
@@ -55,7 +55,7 @@ REST = (
 
 def main() -> None:
     parser = make_parser(__doc__, "gpu_step")
-    parser.add_argument("--model", action="append", choices=["0.6B", SMOLLM2], help="default: both")
+    parser.add_argument("--model", action="append", choices=["0.6B", SMOLLM2, "4B"], help="default: the first two")
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parse_options(parser)
     options.benchmark = "-".join([options.benchmark, *(options.model or [])])
@@ -70,7 +70,8 @@ def main() -> None:
 def step_run(model: str, options: Namespace, *, steps: int = STEPS) -> Run:
     """The run of a model; benchmarks/gpu_weight_sync.py reads the same one."""
     prompts, samples, response = (4, 4, 16) if options.tiny else (64, 8, 512)
-    more = colocated(options, tokens=32768, engine_share=ENGINE_SHARE.get(model, 0.5), sleeps=False)
+    tokens = {"4B": 8192}.get(model, 32768)
+    more = colocated(options, tokens=tokens, engine_share=ENGINE_SHARE.get(model, 0.5), sleeps=False)
     return Run(
         f"step-{model}",
         model,
