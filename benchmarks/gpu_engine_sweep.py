@@ -5,9 +5,10 @@
 
 Each setting is an engine of its own (random weights), asked directly for log-probs with all requests in flight: 512
 prompts of 64 digits in groups of 8, which get responses of one length, then of log-normal lengths with a heavy tail.
-`--at-once` engines of a GPU start side by side, so that their imports and captures overlap; then they are measured one
-after the other, and each GPU of the machine takes its share of the settings. Medians of --rounds after one that warms
-up; the prefix cache is flushed before each.
+`--at-once` engines of a GPU start side by side, so that their imports and captures overlap; then they are measured in
+turn, round by round, and each GPU of the machine takes its share of the settings. Medians of --rounds after one that
+warms up; the prefix cache is flushed before each. The host of a GPU may be 1.3 times as slow a minute later: compare
+settings that were measured in turn.
 
 The first setting, SGLang's own 52 sizes of decode graphs, is what the others are compared with. Target: the sizes that
 slime chooses decode at least 0.98 times as fast. A setting that the machine cannot do is a row that says why.
@@ -78,7 +79,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=3, help="engines of a GPU that start together")
     options = parse_options(parser)
     if options.tiny:
-        options.model, options.requests, options.response, options.at_once = "tiny", 16, 8, 1
+        options.model, options.requests, options.response, options.at_once = "tiny", 16, 8, 2
         options.settings = [ALL_SIZES, "chunks of 2048"]
     options.benchmark = f"gpu_engine_sweep-{options.model}"
     model = prepare_model(options.model, options.output / "models", device=options.accelerator)
@@ -111,8 +112,9 @@ def sweep(model: Path, names: Sequence[str], gpu: int, options: Namespace) -> di
         engines = [make_engine(model, name, gpu, options) for name in wave]
         with ThreadPoolExecutor(len(wave)) as starting:
             started = list(starting.map(lambda engine: start(engine, options), engines))
+        rates = rates_of([engine for engine, (_, why) in zip(engines, started, strict=True) if not why], options)
         for name, engine, (seconds, why) in zip(wave, engines, started, strict=True):
-            found[name] = why or {"start": seconds, **rates_of(engine, options)}
+            found[name] = why or {"start": seconds, **rates[engine.url]}
             print(f"{name}: {found[name]}", flush=True)
         for engine in engines:
             engine.shutdown()
@@ -154,20 +156,23 @@ def start(engine: SGLangEngine, options: Namespace) -> tuple[float, str]:
 # ---- requests
 
 
-def rates_of(engine: SGLangEngine, options: Namespace) -> Rates:
-    """Tokens per second by load."""
-    found = {}
+def rates_of(engines: Sequence[SGLangEngine], options: Namespace) -> dict[str, Rates]:
+    """Tokens per second by load, of each engine by its URL."""
+    found: dict[str, Rates] = {engine.url: {} for engine in engines}
     for load in LOADS:
         bodies = requests_of(load, options)
         tokens = sum(body["sampling_params"]["max_new_tokens"] for body in bodies)
-        seconds = []
+        seconds: dict[str, list[float]] = {engine.url: [] for engine in engines}
         for _ in range(options.rounds + 1):
-            engine.flush_cache()
-            begin = time.perf_counter()
-            answers = asyncio.run(ask(engine.url, bodies))
-            seconds.append(time.perf_counter() - begin)
-            assert sum(answer["meta_info"]["completion_tokens"] for answer in answers) == tokens
-        found[load] = tokens / statistics.median(seconds[1:])
+            for engine in engines:
+                engine.flush_cache()
+                begin = time.perf_counter()
+                answers = asyncio.run(ask(engine.url, bodies))
+                seconds[engine.url].append(time.perf_counter() - begin)
+                assert sum(answer["meta_info"]["completion_tokens"] for answer in answers) == tokens
+        for url, of_engine in seconds.items():
+            found[url][load] = tokens / statistics.median(of_engine[1:])
+            print(f"{url}, {load}: {[round(tokens / each) for each in of_engine]} tok/s", flush=True)
     return found
 
 
