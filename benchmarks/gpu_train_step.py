@@ -76,7 +76,7 @@ def main() -> None:
         sys.exit(start_ranks(work))
 
 
-def write_config(work: Path, shape: str, is_fp8: bool) -> None:
+def write_config(work: Path, shape: str, is_fp8: bool = False) -> None:
     """An HF directory with the shape's config.json and a tokenizer, without its weights."""
     name, _, layers = shape.partition(":")
     config = QWEN3 | SHAPES[name] | ({"num_hidden_layers": int(layers)} if layers else {})
