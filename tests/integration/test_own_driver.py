@@ -55,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_run_makes_its_compile_cache_and_says_where(run: Run):
     (folder,) = (run.output_dir.parent / "kernels").iterdir()
     assert f"compiled kernels are kept in {folder}" in run.printed
-    assert "--compile-cache-dir with --accelerator cpu, where nothing is compiled" in run.printed
+    assert "--compile-cache-dir with --accelerator cpu, where no kernels are compiled" in run.printed
 
 
 def test_a_driver_on_upstreams_names_trains_evaluates_and_saves(run: Run):

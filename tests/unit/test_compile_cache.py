@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +65,30 @@ def test_what_inductor_sets_by_itself_is_replaced(tmp_path: Path):
     environment = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_me"}
     compile_cache.use(tmp_path, environment)
     assert environment["TORCHINDUCTOR_CACHE_DIR"].startswith(str(tmp_path))
+
+
+def test_modules_of_packages_without_bytecode_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = tmp_path / "site" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("import sys\nprint(__spec__.cached, sys.dont_write_bytecode)\n")
+    environment = {**os.environ, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment.pop("PYTHONPYCACHEPREFIX", None)
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.delitem(sys.modules, "sglang", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    compile_cache.use(tmp_path / "cache", environment)
+    line = [sys.executable, "-c", "import sglang"]
+    printed = subprocess.run(line, env=environment, check=True, capture_output=True, text=True).stdout.split()
+    compiled = Path(printed[0])
+    assert compiled.is_relative_to(tmp_path / "cache" / compile_cache.versions())
+    assert compiled.is_file()
+    assert not (package / "__pycache__").exists()
+
+
+def test_bytecode_stays_where_packages_have_it(tmp_path: Path):
+    environment: dict[str, str] = {}
+    compile_cache.use(tmp_path, environment)
+    assert "PYTHONPYCACHEPREFIX" not in environment
 
 
 def test_actors_of_a_ray_that_ran_before_get_what_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -143,7 +143,7 @@ DEVICE_CHECKS: tuple[Check, ...] = (
     WithoutEffect(
         lambda a: a.compile_cache_dir and a.accelerator == "cpu",
         "--compile-cache-dir",
-        "with --accelerator cpu, where nothing is compiled",
+        "with --accelerator cpu, where no kernels are compiled",
         "leave it out",
     ),
     Rule(

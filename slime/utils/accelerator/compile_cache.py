@@ -2,12 +2,16 @@
 
 Each library keeps what it compiles where its own variable says (`VARIABLES`). Their keys hold the source and the GPU's
 architecture but not always the versions of what compiled it, so every set of versions has a folder of its own here.
+Python's bytecode comes there, too, where packages have none and may not keep any: an engine's two processes import
+some 7,000 modules each, and compile them for half of their start then.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import logging
+import os
 import sys
 import tempfile
 from collections.abc import MutableMapping
@@ -54,6 +58,9 @@ def use(directory: str | Path | None, environment: MutableMapping[str, str]) -> 
     if kept:
         logger.info("set in the environment, and left so: %s", ", ".join(kept))
     _in_use.update({name: str(folder / part) for name, part in VARIABLES.items() if name not in kept})
+    if "PYTHONPYCACHEPREFIX" not in environment and not keeps_bytecode("sglang"):
+        logger.info("bytecode is kept there, too: the packages of %s have none", sys.prefix)
+        _in_use.update({"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder / "bytecode")})
     environment.update(_in_use)
 
 
@@ -66,6 +73,15 @@ def versions() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return "-".join(found)
+
+
+def keeps_bytecode(package: str) -> bool:
+    """Return whether a package has bytecode beside its source, or will after its first import."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return True
+    compiled = Path(importlib.util.cache_from_source(spec.origin))
+    return compiled.exists() or (not sys.dont_write_bytecode and os.access(Path(spec.origin).parent, os.W_OK))
 
 
 def passed_on() -> dict[str, str]:
