@@ -154,10 +154,17 @@ class RunStatus:
         phases: of the run.
         counts: returns the counts of work that is under way in other processes; may fail.
         say: writes a line, for a terminal or a log.
+        news: returns what a start that lasts long is at, "" for nothing.
     """
 
-    def __init__(self, phases: Phases, counts: Callable[[], Sequence[Count]], say: Callable[[str], None]) -> None:
-        self._phases, self._counts, self._say = phases, counts, say
+    def __init__(
+        self,
+        phases: Phases,
+        counts: Callable[[], Sequence[Count]],
+        say: Callable[[str], None],
+        news: Callable[[], str] = str,
+    ) -> None:
+        self._phases, self._counts, self._say, self._news = phases, counts, say, news
         self._doing, self._since_s = "", 0.0
         self._said: tuple[str, float] = ("", 0)
         self._over = threading.Event()
@@ -217,7 +224,8 @@ class RunStatus:
         if period:
             what, done, total = self._newest_count(phase)
             count = f" {done}/{total}" if total else ""
-            self._say(f"{what}{count}: {seconds(lasts_s)} so far")
+            news = self._news() if phase.name == START and not is_short else ""
+            self._say(f"{what}{count}: {seconds(lasts_s)} so far{f'; {news}' if news else ''}")
 
     def _lasts_s(self, phase: Phase) -> float:
         """Seconds of a phase, or of the part of the start that was announced last."""

@@ -286,6 +286,16 @@ def log_tail(path: str | Path, lines: int = 40) -> str:
     return "\n".join(kept) if kept else f"({path} is empty)"
 
 
+def newest_line(logs: Iterable[Path]) -> str:
+    """The last line with words of the log that was written last, after its name; "" without any."""
+    written = [path for path in logs if path.exists()]
+    if not written:
+        return ""
+    newest = max(written, key=lambda path: path.stat().st_mtime)
+    lines = [re.sub(r"\x1b\[\w*", "", line).strip() for line in log_tail(newest, 3).splitlines()]
+    return f"{newest.name}: {next((line[:160] for line in reversed(lines) if line), '')}"
+
+
 MARK = "SLIME_RUN_ID"
 # What is removed from it are files that processes of the run had open, and what `left_by_engines` finds.
 SHARED_MEMORY = Path("/dev/shm")  # nosec B108

@@ -34,7 +34,7 @@ from slime.observability.phases import START, Phases, RunStatus, phase
 from slime.observability.profiler import nothing_recorded
 from slime.observability.timer import StepTimes
 from slime.processes.progress import Count
-from slime.processes.registry import registry
+from slime.processes.registry import newest_line, registry
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.checkpoints import STATE_DEADLINE_S, Checkpoints
 from slime.ray.engine_upkeep import EngineUpkeep
@@ -102,7 +102,10 @@ class RunLifetime:
         self._claimed: list[int] = []
         self._events: logging_utils.RunEvents | None = None
         self.phases = Phases(on_change=lambda change, name: self._tell(change, phase=name, rollout=self._rollout_id))
-        self._status = RunStatus(self.phases, self._counts, logger.info)
+        logs = Path(args.output_dir, "logs")
+        self._status = RunStatus(
+            self.phases, self._counts, logger.info, lambda: newest_line(logs.glob("engine_*.log"))
+        )
         is_on = args.use_fault_tolerance and self._has_engines
         self.upkeep = EngineUpkeep(self.parts, self.phases, is_on=is_on, may_grow=args.elastic_rollout)
         self._exit = ExitRequest(args.exit_signal if args.exit_signal_handler else None, args.exit_duration_in_mins)

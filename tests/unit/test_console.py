@@ -146,7 +146,7 @@ class Hands:
 def test_without_a_terminal_the_start_says_every_ten_seconds_and_later_every_minute_what_it_waits_for():
     clock, said = Hands(), []
     phases = Phases(clock)
-    status = RunStatus(phases, lambda: [], said.append)
+    status = RunStatus(phases, lambda: [], said.append, lambda: "engine_0.log: capturing")
     with phases.enter("start"):
         status.announce("connecting to Ray")
         for clock.now in range(6):
@@ -157,8 +157,8 @@ def test_without_a_terminal_the_start_says_every_ten_seconds_and_later_every_min
     assert said == [
         "connecting to Ray",
         "starting engines",
-        *(f"starting engines: {s} s so far" for s in (10, 20, 30, 40, 50, 60)),
-        *(f"starting engines: {minutes} min so far" for minutes in (2, 3)),
+        *(f"starting engines: {s} s so far" for s in (10, 20, 30, 40, 50)),
+        *(f"starting engines: {time} so far; engine_0.log: capturing" for time in ("60 s", "2 min", "3 min")),
     ]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime.processes.registry import ProcessRegistry, log_tail
+from slime.processes.registry import ProcessRegistry, log_tail, newest_line
 
 # A parent whose child sleeps; both ids are in its log. The child is in a session of its own, so only the tree finds
 # it.
@@ -131,6 +131,15 @@ def test_nothing_outlives_the_starter(tmp_path: Path, how: str) -> None:
         starter.send_signal(getattr(signal, how))
     starter.wait(15)
     until(lambda: is_gone(pid))
+
+
+def test_the_newest_line_of_logs_is_the_last_state_of_a_progress_bar(tmp_path: Path) -> None:
+    logs = [tmp_path / "engine_0.log", tmp_path / "engine_1.log", tmp_path / "engine_2.log"]
+    assert newest_line(logs) == ""
+    for age, log in enumerate(logs[:2]):
+        log.write_text("begin\nwarm-up: 0%\rwarm-up: 1%\n\x1b[A")
+        os.utime(log, (100 - age, 100 - age))
+    assert newest_line(logs) == "engine_0.log: warm-up: 1%"
 
 
 def test_the_log_tail_has_the_last_lines_and_a_missing_log_is_named(tmp_path: Path) -> None:
