@@ -32,7 +32,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +65,7 @@ CURVES = (
     *("train/grad_norm", "train/train_rollout_logprob_abs_diff", "perf/step_time", "perf/tokens_per_gpu_per_sec"),
 )  # what the page draws without a click
 WARM_UP = 2
+ByPart = defaultdict[str, float]
 
 
 def make_args(directory: Path, trackers: Sequence[str]) -> Args:
@@ -104,7 +105,7 @@ class Observers:
 
     def started(self) -> None:
         """Wait until all of them answer, and hold the stream of events that an open page holds."""
-        wait_for(lambda: self._scrape() or True)
+        wait_for(self._scrape)
         run = wait_for(lambda: re.findall(r'"id":"([^"]+)"', self._get("api/runs")))[0]
         self._get(f"api/runs/{run}/metrics")
         threading.Thread(target=self._be_page, args=(run,), daemon=True).start()
@@ -128,13 +129,15 @@ class Observers:
         with self._open(path) as answer:
             return str(answer.read().decode())
 
-    def _scrape(self) -> None:
+    def _scrape(self) -> bool:
         with urllib.request.urlopen(f"http://127.0.0.1:{self._prometheus}/metrics", timeout=60) as answer:
             answer.read()
+        return True
 
     def observe(self, step: int, samples: list[Any]) -> threading.Thread:
         """Record a rollout, as the rollout manager does; another thread scrapes, as Prometheus does."""
-        self._recorder.rollout(step, samples)
+        with self._recorder.rollout(step, samples):
+            pass  # the shares of the trainers are made here
         asking = threading.Thread(target=self._scrape)
         asking.start()
         return asking
@@ -157,12 +160,12 @@ class Observers:
             with contextlib.suppress(psutil.NoSuchProcess):  # a program that a tracker ran
                 process.send_signal(number)
 
-    def cpu_s(self) -> Counter[str]:
+    def cpu_s(self) -> ByPart:
         """Seconds of CPU so far of each part."""
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._cpu_s[process.pid] = part_of(process), sum(process.cpu_times()[:2])
-        found: Counter[str] = Counter()
+        found: ByPart = defaultdict(float)
         for part, seconds in self._cpu_s.values():
             found[part] += seconds
         for thread in threading.enumerate():
@@ -183,9 +186,9 @@ class Observers:
 def part_of(process: psutil.Process) -> str:
     """Return which observer a process is of."""
     words = " ".join(process.cmdline())
-    for part in ("dashboard", "prometheus", "trackers.writer"):
-        if f"slime.observability.{part}" in words or f"slime.{part}" in words:
-            return part.removesuffix(".writer")
+    for module in ("dashboard.prometheus", "dashboard", "observability.trackers.writer"):
+        if f"slime.{module}" in words:
+            return module.removeprefix("dashboard.").removeprefix("observability.").removesuffix(".writer")
     return f"trackers: {process.name()}"
 
 
@@ -224,7 +227,7 @@ def work(times: int, matrix: np.ndarray) -> None:
         matrix @ matrix
 
 
-def measure(directory: Path, options: argparse.Namespace) -> tuple[list[float], list[float], list[Counter[str]]]:
+def measure(directory: Path, options: argparse.Namespace) -> tuple[list[float], list[float], list[ByPart]]:
     """Seconds of the steps with and without observers, and the share of the machine that each part took."""
     matrix, rng = np.random.default_rng(0).random((SIZE, SIZE)), random.Random(0)
     samples = make_samples(options.samples, options.tokens)
@@ -251,10 +254,10 @@ def measure(directory: Path, options: argparse.Namespace) -> tuple[list[float], 
         if asking is not None:
             asking.join()
             wait_for(lambda step=step: observers.has_recorded(step))
-            spent = observers.cpu_s() + Counter(logging=logged_s)
-            spent.subtract(before)
+            after = observers.cpu_s() | {"logging": logged_s}
             of_machine = seconds[True][-1] * (os.cpu_count() or 1)
-            shares.append(Counter({part: value / of_machine for part, value in spent.items()}))
+            spent = {part: (value - before[part]) / of_machine for part, value in after.items()}
+            shares.append(defaultdict(float, spent))
     observers.finish()
     return seconds[True][WARM_UP:], seconds[False][WARM_UP:], shares[WARM_UP:]
 
@@ -274,7 +277,7 @@ def main() -> int:
     ratio = statistics.median(a / b for a, b in zip(watched, alone, strict=True))
     print(f"{len(watched)} pairs of steps: with {statistics.median(watched):.3f} s, ", end="")
     print(f"without {statistics.median(alone):.3f} s, lowest {min(watched):.3f} and {min(alone):.3f} s")
-    cpu = statistics.median(share.total() for share in shares)
+    cpu = statistics.median(sum(share.values()) for share in shares)
     print(f"ratio {ratio:.4f} (at most {LIMIT}); CPU of the observers {cpu:.2%} of the machine's, on the average of:")
     for part in sorted({part for share in shares for part in share}):
         print(f"  {part} {statistics.mean(share[part] for share in shares):.3%}")

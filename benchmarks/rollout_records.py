@@ -57,11 +57,13 @@ def measure(directory: Path, samples: list[Sample]) -> dict[str, float]:
     """Seconds and bytes of recording one rollout, and CPU seconds of reading it."""
     args = SimpleNamespace(output_dir=directory, keep_rollouts="all", rollout_record_fraction=1.0, reward_key=None)
     recorder = SampleRecorder(cast(Args, args))
-    recorder.rollout(0, samples[:1])  # imports
+    with recorder.rollout(0, samples[:1]):
+        pass  # imports; in a run the shares of the trainers are made here
     recorder.finish(60)
     recorder = SampleRecorder(cast(Args, args))
     start, cpu = time.perf_counter(), time.process_time()
-    recorder.rollout(1, samples)
+    with recorder.rollout(1, samples):
+        pass
     submitted = time.perf_counter() - start
     recorder.finish(600)
     found: dict[str, Any] = {

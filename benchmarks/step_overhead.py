@@ -28,6 +28,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -68,7 +69,7 @@ def made_sample(rng: random.Random, group: int, index: int, length: int) -> Samp
 def drive_with_turns() -> int:
     """train.py's driver, as if trainer and engines left the memory to each other."""
     import train
-    from slime.ray import run
+    from slime.ray import run_parts
     from slime.ray.actor_group import RayTrainGroup
     from slime.ray.driver import drive
     from slime.ray.run_parts import GpuTurns
@@ -86,9 +87,9 @@ def drive_with_turns() -> int:
             self._actor.backend.sleep = self._actor.backend.wake_up = functools.partial(time.sleep, seconds)
             return started
 
-    run.GpuTurns = Turns  # type: ignore[misc]
-    run.RayTrainGroup = functools.partial(RayTrainGroup, actor_cls=Trainer)  # type: ignore[misc, assignment]
-    return drive(train.train)
+    group = functools.partial(RayTrainGroup, actor_cls=Trainer)
+    with mock.patch.multiple(run_parts, GpuTurns=Turns, RayTrainGroup=group):
+        return drive(train.train)
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -43,6 +43,7 @@ from slime.backends.megatron_utils.layers.lora import adapter_tensors, attach_ad
 from slime.backends.megatron_utils.model_provider import get_model_provider_func  # noqa: E402
 from slime.backends.megatron_utils.update_weight import base, buckets, from_tensor  # noqa: E402
 from slime.backends.megatron_utils.update_weight.from_adapters import AdapterUpdater  # noqa: E402
+from slime.config.args import Args  # noqa: E402
 from slime.utils import http_utils  # noqa: E402
 from slime.utils.misc import listen_anywhere  # noqa: E402
 from tests.integration.conftest import make_engine  # noqa: E402
@@ -70,14 +71,14 @@ class Watch:
         self.requests: Counter[str] = Counter()
         for stage, (owner, method) in STAGES.items():
             setattr(owner, method, self._timed(stage, getattr(owner, method)))
-        iterate, exchange = base.iter_hf_buckets, http_utils.exchange
-        base.iter_hf_buckets = lambda *values, **keywords: self._timed_items(iterate(*values, **keywords))  # type: ignore[assignment]
+        for function in ("get_sync", "post_sync"):
+            setattr(http_utils, function, self._counted(getattr(http_utils, function)))
+        iterate = base.iter_hf_buckets
 
-        def counted(method: str, url: str, *values: Any, **keywords: Any) -> Any:
-            self.requests[url.rpartition("/")[2]] += 1
-            return exchange(method, url, *values, **keywords)
+        def timed(*values: Any, **keywords: Any) -> Iterator[Any]:
+            return self._timed_items(iterate(*values, **keywords))
 
-        http_utils.exchange = counted
+        base.iter_hf_buckets = timed
 
     def clear(self) -> None:
         """Forget the last sync."""
@@ -94,6 +95,13 @@ class Watch:
                 self.cpu[stage] += time.thread_time() - cpu
 
         return timed
+
+    def _counted(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(url: str, *values: Any, **keywords: Any) -> Any:
+            self.requests[url.rpartition("/")[2]] += 1
+            return ask(url, *values, **keywords)
+
+        return counted
 
     def _timed_items(self, items: Iterator[Any]) -> Iterator[Any]:
         advance, end = self._timed("convert", next), object()
@@ -162,15 +170,15 @@ def measure_adapters(engine: Any, path: Path, options: Namespace) -> None:
         print(f"{name:10}" + "".join(f"{1e3 * f(values):8.1f}" for f in (statistics.median, min, max)))
 
 
-def build_model(path: Path, **flags: Any) -> tuple[Namespace, list[Any]]:
+def build_model(path: Path, **flags: Any) -> tuple[Args, list[Any]]:
     """A world of one rank with the Megatron model of an HF directory, and its flags."""
-    fixed = {
+    fixed: dict[str, Any] = {
         "check_weight_update_equal": False,
         "update_weight_buffer_size": 1,
         "train_backend": "megatron",
         "multimodal_keys": None,
     }
-    args = trainer_args(path, **fixed | flags) if flags else make_args(path, **fixed)
+    args = cast(Args, trainer_args(path, **fixed | flags) if flags else make_args(path, **fixed))
     torch.set_num_threads(1)
     initialize.init(args, rank=0, world_size=1, master_addr="127.0.0.1", master_port=listen_anywhere("127.0.0.1"))
     model = [get_model_provider_func(args)()]
@@ -178,7 +186,7 @@ def build_model(path: Path, **flags: Any) -> tuple[Namespace, list[Any]]:
     return args, model
 
 
-def buffer_size_for(args: Namespace, model: list[Any], num_buckets: int) -> int:
+def buffer_size_for(args: Args, model: list[Any], num_buckets: int) -> int:
     """The smallest --update-weight-buffer-size, in KiB, with which there are at most so many buckets."""
     sizes = [tensor.nbytes for (bucket) in base.iter_hf_buckets(args, model, buffer_size=1) for _, tensor in bucket]
     size = max(max(sizes), sum(sizes) // num_buckets)
@@ -233,7 +241,7 @@ def measure(engine: Any, path: Path, options: Namespace) -> None:
     print(f"{calls.count} torch calls of the main thread a sync")
 
 
-def sent_by(args: Namespace, model: list[Any]) -> Iterator[Any]:
+def sent_by(args: Args, model: list[Any]) -> Iterator[Any]:
     """The buckets of a sync."""
     return base.iter_hf_buckets(args, model, buffer_size=args.update_weight_buffer_size)
 
