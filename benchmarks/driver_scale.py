@@ -27,6 +27,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import orjson
 
@@ -132,11 +133,10 @@ def _measure_here(case: str, args: Any, n: int, tries: int, sender: Any) -> None
     groups, at_once = n // GROUP, -(-n // ENGINES)
     args = args.replace(rollout_batch_size=groups, over_sampling_batch_size=groups, global_batch_size=n)
     args = args.replace(sglang_server_concurrency=at_once)
-    server_control.list_workers = _list_workers
-    server_control.abort_all = _abort
     figures: list[Figures] = []
-    while len(figures) < tries or (len(figures) < 10 * tries and sum(f[0] for f in figures) < LEAST_S):
-        figures.append(_once(CASES[case](args, n)))
+    with mock.patch.multiple(server_control, list_workers=_list_workers, abort_all=_abort):
+        while len(figures) < tries or (len(figures) < 10 * tries and sum(f[0] for f in figures) < LEAST_S):
+            figures.append(_once(CASES[case](args, n)))
     sender.send((min(f[0] for f in figures), max(f[1] for f in figures)))  # a later try finds freed memory
 
 
@@ -272,8 +272,8 @@ def metrics(args: Any, n: int) -> Work:
 def convert(args: Any, n: int) -> Work:
     """Samples to TrainData."""
     samples = _samples(args, n)
-    rewards = [sample.reward for sample in samples]
-    return lambda: samples_to_train_data(samples, rewards, rewards)
+    raw_rewards, rewards = post_process_rewards(args, samples)
+    return lambda: samples_to_train_data(samples, raw_rewards, rewards)
 
 
 def split(args: Any, n: int, **flags: bool) -> Work:
@@ -296,8 +296,8 @@ def streamed(args: Any, n: int) -> Work:
     pairs = [[-0.5, number, None] for number in range(n)]
 
     def work() -> None:
-        http_utils.shared_session = lambda: _Session(pairs)
-        async_utils.run(sglang_streaming_rollout.generate_streaming(args, sample, params))
+        with mock.patch.object(http_utils, "shared_session", lambda: _Session(pairs)):
+            async_utils.run(sglang_streaming_rollout.generate_streaming(args, sample, params))
 
     return work
 

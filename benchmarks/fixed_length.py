@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from slime.rollout.sampling.generation import append_engine_output, router_url
+from slime.rollout.sampling.generation import append_engine_output, router_url, tokenize_prompt
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
@@ -16,7 +16,7 @@ from slime.utils.types import Sample
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """One engine call that ignores the end-of-sequence token."""
-    sample.tokens = list(GenerateState(args).encode(sample.prompt))
+    await tokenize_prompt(GenerateState(args), sample)
     payload = {
         "input_ids": sample.tokens,
         "sampling_params": {**sampling_params, "ignore_eos": True},
@@ -30,6 +30,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 async def heavy_tailed(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """`generate` with log-normal lengths, the same in every run: half are at most a sixteenth of the longest."""
+    assert sample.index is not None
     length = drawn_length(sample.index, sampling_params["max_new_tokens"])
     return await generate(args, sample, {**sampling_params, "max_new_tokens": length})
 

@@ -30,6 +30,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,8 @@ def sync(urls: list[str], options: Namespace) -> dict[str, float]:
 @contextmanager
 def a_router(work: Path) -> Iterator[str]:
     """The router of a run; yields its address."""
-    values = {"sglang_router_ip": None, "sglang_router_port": None, "router_overrides": {"policy": "round_robin"}}
+    values: dict[str, Any] = {"sglang_router_ip": None, "sglang_router_port": None}
+    values |= {"router_overrides": {"policy": "round_robin"}}
     values |= {"sglang_router_request_timeout_secs": 60, "prometheus_port": None, "router_prometheus_port": None}
     router = Router(Namespace(**values), host=HOST, log_path=work / "router.log")  # type: ignore[arg-type]
     router.launch()
@@ -174,22 +176,26 @@ def a_router(work: Path) -> Iterator[str]:
 def register(urls: list[str], options: Namespace) -> dict[str, float]:
     """Seconds for the first, and for an engine behind as many as `--register` says."""
     with tempfile.TemporaryDirectory() as work, a_router(Path(work)) as router:
-        each = [timed(lambda url=url: server_control.register_worker_sync(router, Worker(url)))
-                for url in urls[: options.register]]  # fmt: skip
+        add = partial(server_control.register_worker_sync, router)
+        each = [timed(partial(add, Worker(url))) for url in urls[: options.register]]
     seconds = [one["seconds"] for one in each]
     return {"first_s": seconds[0], "last_s": seconds[-1], "all_s": sum(seconds), "engines": float(len(each))}
 
 
 def router(urls: list[str], options: Namespace) -> dict[str, float]:
     """Requests a second, through a router with some engines and without one."""
-    found = {"direct_per_s": REQUESTS / timed(lambda: asyncio.run(_send([f"{u}/generate" for u in urls])))["seconds"]}
+    found = {"direct_per_s": REQUESTS / timed(partial(_send_all, urls))["seconds"]}
     for count in sorted({1, 32, min(options.register, len(urls))}):
         with tempfile.TemporaryDirectory() as work, a_router(Path(work)) as address:
             for url in urls[:count]:
                 server_control.register_worker_sync(address, Worker(url))
-            seconds = timed(lambda at=address: asyncio.run(_send([f"{at}/generate"])))["seconds"]
+            seconds = timed(partial(_send_all, [address]))["seconds"]
         found[f"behind_{count}_per_s"] = REQUESTS / seconds
     return found
+
+
+def _send_all(servers: list[str]) -> None:
+    asyncio.run(_send([f"{url}/generate" for url in servers]))
 
 
 async def _send(urls: list[str]) -> None:

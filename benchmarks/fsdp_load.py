@@ -33,7 +33,7 @@ def main() -> None:
     from tests.unit.megatron_fakes import run_world
 
     with tempfile.TemporaryDirectory() as work:
-        make = [sys.executable, ROOT / "tools/make_tiny_model.py", "--output", Path(work) / "model", *SIZES.split()]
+        make = [sys.executable, f"{ROOT}/tools/make_tiny_model.py", "--output", f"{work}/model", *SIZES.split()]
         subprocess.run(make, check=True)
         run_world(options.ranks, load, trainer_args(Path(work) / "model", dp_size=options.ranks, train_backend="fsdp"))
 

@@ -122,7 +122,8 @@ def learning_run(name: str, options: Namespace) -> Run:
 
 def write_evaluation(options: Namespace, response: int, *, rows: str) -> Path:
     """The file for --eval-config: answers are judged alike, whatever the training's reward is."""
-    dataset = {"name": EVALUATION, "path": f"{options.data}/eval.jsonl{rows}", "custom_rm_path": LAST_NUMBER}
+    questions = f"{options.data}/eval.jsonl{rows}"
+    dataset: dict[str, Any] = {"name": EVALUATION, "path": questions, "custom_rm_path": LAST_NUMBER}
     dataset |= {"input_key": "prompt", "label_key": "label", "apply_chat_template": True}
     defaults = {"temperature": 1.0, "n_samples_per_eval_prompt": 4, "max_response_len": response}
     path = options.output / "arithmetic.json"  # JSON is YAML

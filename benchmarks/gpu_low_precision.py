@@ -174,7 +174,7 @@ def check_products(device: str) -> Row:
     }
     found = {}
     for name, (left, right) in kinds.items():
-        sides = [dequantize(*(part.cpu() for part in side), (rows_per_scale(side), 128)) for side in (left, right)]
+        sides = [dequantize(x.values.cpu(), x.scales.cpu(), (rows_per_scale(x), 128)) for x in (left, right)]
         exact = sides[0].double() @ sides[1].double().t()
         for dtype in (torch.float32, torch.bfloat16):
             try:

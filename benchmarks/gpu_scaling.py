@@ -102,7 +102,7 @@ def measure(case: Case, out: Path, *, tiny: bool) -> bool:
     size = ["--tokens", "256", "--length", "128", "--steps", "2", "--accelerator", "cpu"]
     if not tiny:
         size = ["--tokens", str(TOKENS * case.copy), "--micro-batch-tokens", str(case.micro_batch)]
-    command = [sys.executable, STEP, "--shape", case.shape, "--num-gpus", str(case.gpus), *size]
+    command = [sys.executable, str(STEP), "--shape", case.shape, "--num-gpus", str(case.gpus), *size]
     print(f"{case.key} ...", flush=True)
     with log.open("w") as errors:
         command.append(f"--layout={case.layout}")

@@ -117,10 +117,10 @@ def engines(options: Namespace, servers: Mapping[str, Mapping[str, Any]]) -> Ite
     urls, logs = {}, options.output / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as running:
-        processes = {}
+        processes, blocks = {}, []
         for name, given in servers.items():
             block = reserve_block(HOST)
-            running.callback(lambda held=block: held)  # nothing else takes the port meanwhile
+            blocks.append(block)  # held: nothing else takes the port meanwhile
             fields = device_defaults(options.accelerator, Path(given["model_path"])) | dict(given)
             file = fields.pop("accept_length_file", None)
             fields |= {"host": HOST, "port": block[0], "nccl_port": block[1], "skip_server_warmup": True}

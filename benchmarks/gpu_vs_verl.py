@@ -123,7 +123,7 @@ def tokens_of(model: str, gib: float) -> int:
 
 def engine_share(model: str, tokens: int, gib: float) -> float:
     """The share of the GPU's memory for weights, and the keys and values of all tokens at once, with some to spare."""
-    shape = QWEN3 | SHAPES[model]
+    shape: dict[str, Any] = QWEN3 | SHAPES[model]
     per_token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * 2
     weights = {"0.6B": 1.2e9, "1.7B": 3.5e9, "4B": 8.1e9}[model]
     return round(min(0.8, (weights + 1.15 * tokens * per_token + 4e9) / (gib * 2**30)), 2)

@@ -67,7 +67,8 @@ def main() -> None:
 
 def adapter_of(rank: int, layers: int) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.Tensor]]:
     """(HF's name of each weight -> its shape, PEFT's name of each tensor -> random values)."""
-    base, tensors = {}, {}
+    base: dict[str, tuple[int, ...]] = {}
+    tensors = {}
     for layer in range(layers):
         for projection, (rows, columns) in PROJECTIONS.items():
             name = f"model.layers.{layer}.{projection}"

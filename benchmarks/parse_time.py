@@ -60,7 +60,7 @@ def measure(work: Path, rounds: int) -> dict[str, float]:
     print(f"$ python benchmarks/parse_time.py    # {len(line)} tokens: {' '.join(line[:6])} ...", flush=True)
     cold = parse_once(work, line)
     warm = [parse_once(work, line) for _ in range(rounds)]
-    report = {}
+    report: dict[str, float] = {}
     for name, runs in (("cold", [cold]), ("warm", warm)):
         seconds, cpu, process = (statistics.median(run[key] for run in runs) for key in ("seconds", "cpu", "process"))
         report |= {name: seconds, f"{name}_cpu": cpu, f"{name}_process": process}

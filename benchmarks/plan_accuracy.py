@@ -90,13 +90,13 @@ def main() -> int:
 def compare(work: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run every case and print the table; a ratio is estimate / measured."""
     for name, sizes in MODELS.items():
-        command = [sys.executable, ROOT / "tools/make_tiny_model.py", "--output", work / name, *sizes.split()]
+        command = [sys.executable, f"{ROOT}/tools/make_tiny_model.py", "--output", f"{work}/{name}", *sizes.split()]
         subprocess.run(command, check=True)
     (work / "prompts.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
     rows = []
     print(f"{'case':34}{'phase':12}{'estimate, MiB':>15}{'measured, MiB':>15}{'ratio':>8}")
     for name in options.only or CASES:
-        command = [sys.executable, __file__, "--accelerator", options.accelerator, "--case", name, work]
+        command = [sys.executable, __file__, "--accelerator", options.accelerator, "--case", name, str(work)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         for phase, (estimate, measured) in json.loads(done.stdout.splitlines()[-1]).items():
             ratio = estimate / measured

@@ -43,6 +43,7 @@ from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # noqa: E402
 from slime.config.args import publish_runtime  # noqa: E402
 from slime.config.parse import parse_args  # noqa: E402
 from slime.ray.rollout.router import Router, reserve_block  # noqa: E402
+from slime.rollout.base_types import RolloutFnTrainOutput  # noqa: E402
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
 from slime.rollout.sampling.engine_request import (  # noqa: E402
     call_budget,
@@ -119,6 +120,7 @@ def in_process(args: Any, options: argparse.Namespace) -> None:
     for rollout_id in range(options.rounds + 1):
         begin, begin_cpu = time.perf_counter(), time.process_time()
         output = generate_rollout(args, rollout_id, source)
+        assert isinstance(output, RolloutFnTrainOutput)
         samples = [sample for group in output.samples for sample in group]
         data = samples_to_train_data(samples, *post_process_rewards(args, samples))
         rates.append(REQUESTS / (time.perf_counter() - begin))
@@ -209,6 +211,7 @@ def same_requests(args: Any) -> list[dict[str, Any]]:
     state, groups = GenerateState(args), RolloutDataSourceWithBuffer(args).get_samples(args.rollout_batch_size)
     bodies = []
     for sample in (sample for group in groups for sample in group):
+        assert isinstance(sample.prompt, str)
         sample.tokens = list(state.encode(sample.prompt))
         params = call_budget(sample, state.sampling_params, max_context_len=None)
         bodies.append(engine_payload(sample, params or {}, state))

@@ -28,8 +28,8 @@ def main() -> None:
     print(json.dumps(measure(options)))
 
 
-def measure(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Train `options.steps` steps; return {"step_s": [...], "generate_s": [...]} without the first (warm-up) step."""
+def measure(options: argparse.Namespace) -> dict[str, list[float] | float]:
+    """Train `options.steps` steps; return the seconds of each, without the first (warm-up) step, and their median."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer

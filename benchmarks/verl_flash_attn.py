@@ -37,9 +37,10 @@ def flash_attn_varlen_func(
 def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
     """Attention over sequences of one length: `[B, length, heads, dim]`."""
     batch, length, heads, dim = q.shape
-    bounds = [torch.arange(0, (batch + 1) * size, size, device=q.device) for size in (length, k.shape[1])]
-    flat = [tensor.reshape(-1, tensor.shape[2], dim) for tensor in (q, k, v)]
-    return flash_attn_varlen_func(*flat, *bounds, length, k.shape[1], **options).view(batch, length, heads, dim)
+    ends_q, ends_k = (torch.arange(0, (batch + 1) * size, size, device=q.device) for size in (length, k.shape[1]))
+    flat_q, flat_k, flat_v = (tensor.reshape(-1, tensor.shape[2], dim) for tensor in (q, k, v))
+    flat = flash_attn_varlen_func(flat_q, flat_k, flat_v, ends_q, ends_k, length, k.shape[1], **options)
+    return flat.view(batch, length, heads, dim)
 
 
 def flash_attn_with_kvcache(*_: Any, **__: Any) -> torch.Tensor:

@@ -23,6 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script from a clone that is not installed
 
+from slime.config.args import Args  # noqa: E402
+
 TRAINER_DEFAULTS: dict[str, Any] = {
     "accelerator": "cpu",
     "actor_num_nodes": 1,
@@ -60,6 +62,14 @@ NO_LAYOUT: dict[str, Any] = {
 """Flags of a parallel layout and of kernels, which a checkpoint does not have."""
 
 
+class ConversionArgs(Args):
+    """The flags of the tool, beside Megatron's."""
+
+    max_workers: int
+    model_args_from_hf: bool
+    save: str
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The command line: ours and all of Megatron's flags."""
     from slime.config.megatron.arguments import add_megatron_arguments
@@ -78,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     return add_megatron_arguments(parser)
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None) -> ConversionArgs:
     """Parse, derive and check.
 
     Raises:
@@ -96,7 +106,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     from slime.utils.errors import UsageError
 
     parser = make_parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv, namespace=ConversionArgs())
     hf_config = read_hf_config(args.hf_checkpoint, flag="--hf-checkpoint")
     release = iteration_dir(args.save, "release")
     check_target(release, flag="--save", sources={"--hf-checkpoint": args.hf_checkpoint})
@@ -112,14 +122,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     given = {"model_name": args.model_name} if args.model_name else {}
     vars(args).update(TRAINER_DEFAULTS | NO_LAYOUT | given)
     if args.model_args_from_hf or args.num_layers is None:
-        given = explicit_flags(parser, sys.argv[1:] if argv is None else argv)
-        vars(args).update({name: value for name, value in model_args_from_hf(hf_config).items() if name not in given})
+        explicit = explicit_flags(parser, sys.argv[1:] if argv is None else argv)
+        derived = model_args_from_hf(hf_config)
+        vars(args).update({name: value for name, value in derived.items() if name not in explicit})
     if problems := megatron_problems(args, hf_config).all():
         raise UsageError(problems)
-    return set_default_megatron_args(args)
+    set_default_megatron_args(args)
+    return args
 
 
-def convert(args: argparse.Namespace) -> None:
+def convert(args: ConversionArgs) -> None:
     """Build the model without memory, and write the weights of the HF checkpoint in its places.
 
     Raises:

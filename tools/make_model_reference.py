@@ -47,8 +47,10 @@ each family: [Model families](../model_families.md).
 - *engines in fp8*: the projections that a sync and `tools/convert_hf_to_fp8.py` quantise.
 - *engine without a GPU*: a run with a weight sync on SGLang's CPU engine, or why there is none.
 """
-HEAD = ("`model_type`", "logits", "gradients", "weights both ways", "cut over", "trained over", "experts", "predicts")
-HEAD += ("engines in fp8", "engine without a GPU")
+HEAD = (
+    *("`model_type`", "logits", "gradients", "weights both ways", "cut over", "trained over", "experts", "predicts"),
+    *("engines in fp8", "engine without a GPU"),
+)
 
 
 def cases(test: Callable[..., Any]) -> Iterator[dict[str, Any]]:

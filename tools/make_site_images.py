@@ -14,9 +14,10 @@ import http.server
 import io
 import threading
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {
+PAGES: dict[str, tuple[str, Literal["dark", "light"]]] = {
     "front": ("docs/index.html", "light"),
     "reward": ("docs/start/own_reward.html", "light"),
     "troubleshooting": ("docs/troubleshooting.html", "dark"),
