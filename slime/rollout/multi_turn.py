@@ -20,7 +20,6 @@ import copy
 import json
 import logging
 import os.path
-import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -37,6 +36,7 @@ from slime.rollout.sampling.images import (
     set_prompt,
     with_images,
 )
+from slime.rollout.sampling.turn_text import text_after_turn
 from slime.rollout.tool_calls import EnvError, ToolCall, ToolError, call_tool, parse_tool_calls, tool_names
 from slime.utils.errors import UsageError
 from slime.utils.mask_utils import TurnMarkers, find_turn_markers
@@ -329,9 +329,6 @@ def tool_timeout_s(args: Args) -> float:
 
 
 Message = dict[str, Any]
-_STAND_IN = f"StandIn{secrets.token_hex(8)}"  # no message has it by chance
-_ANY_TOOL = f"Tool{secrets.token_hex(8)}"
-_ANY_FUNCTION = {"name": _ANY_TOOL, "description": "", "parameters": {"type": "object", "properties": {}}}
 _markers: WeakKeyDictionary[Any, dict[str, tuple[TurnMarkers, list[list[int]]]]] = WeakKeyDictionary()
 
 
@@ -366,8 +363,7 @@ def next_turn_tokens(
     """The tokens to append after a model's turn, so that the model can write the next one.
 
     The conversation is rendered with a stand-in for the model's last message, and what follows the stand-in is
-    tokenised: so it is the template's own text, and the model's tokens have no part in it. Tools have a stand-in, too,
-    for to write 36 KB of schemas takes longer than all else; where it is in that text, they are shown as they are.
+    tokenised: so it is the template's own text, and the model's tokens have no part in it (`text_after_turn`).
 
     Args:
         tokenizer: with a chat template.
@@ -386,15 +382,7 @@ def next_turn_tokens(
     """
     if not messages_so_far or messages_so_far[-1]["role"] != "assistant":
         raise ValueError("messages_so_far must end with the assistant message that the new messages answer")
-    shown = [*messages_so_far[:-1], {"role": "assistant", "content": _STAND_IN}, *new_messages]
-    any_tool = [{"type": "function", "function": _ANY_FUNCTION}]
-    for shown_tools in (any_tool, tools) if tools else (None,):
-        text = render_chat(tokenizer, shown, tools=shown_tools, **(template_kwargs or {}))
-        if (count := text.count(_STAND_IN)) != 1:
-            raise ValueError(f"the chat template shows the assistant's turn {count} times instead of once")
-        following = text.partition(_STAND_IN)[2]
-        if _ANY_TOOL not in following:
-            break
+    following = text_after_turn(tokenizer, messages_so_far, new_messages, tools=tools, template_kwargs=template_kwargs)
     ids = encode_text(tokenizer, following)
     for end_ids in _learned(tokenizer, template_kwargs)[1]:
         if ids[: len(end_ids)] == end_ids and list(tokens[-len(end_ids) :]) == end_ids:

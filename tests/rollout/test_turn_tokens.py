@@ -4,13 +4,14 @@ the difference is counted and the model's own tokens stay as they were.
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from slime.rollout import multi_turn
 from slime.rollout.multi_turn import count_drift, next_turn_tokens, turn_content, turn_markers
+from slime.rollout.sampling import turn_text
 from slime.utils.errors import UsageError
 from slime.utils.processing_utils import decode_ids, encode_text, render_chat
 from slime.utils.types import Sample
@@ -187,9 +188,9 @@ ANSWERED = [QUESTION, {"role": "assistant", "content": "1512"}]
 def test_schemas_before_the_models_turn_are_not_written_again(monkeypatch):
     shown = []
     monkeypatch.setattr(
-        multi_turn, "render_chat", lambda *args, **kwargs: shown.append(render_chat(*args, **kwargs)) or shown[-1]
+        turn_text, "render_chat", lambda *args, **kwargs: shown.append(render_chat(*args, **kwargs)) or shown[-1]
     )
-    tokenizer = family_tokenizer("qwen2_5")
+    tokenizer = copy.deepcopy(family_tokenizer("qwen2_5"))  # nothing is known of it yet
     new = next_turn_tokens(tokenizer, ANSWERED, [AGAIN], tokens=[], tools=SCHEMA)
     assert len(shown) == 1 and "<tools>" in shown[0] and "It counts." not in shown[0]
     whole = render_chat(tokenizer, [*ANSWERED, AGAIN], tools=SCHEMA)
