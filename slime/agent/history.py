@@ -10,6 +10,7 @@ order of JSON keys. What continues no known conversation is rendered as a whole:
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import logging
@@ -20,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from slime.agent.trajectory import EXPERTS, Message, SharedBytes, TurnRecord, without_experts
+from slime.agent.trajectory import EXPERTS, Message, TurnRecord, without_experts
 from slime.rollout.multi_turn import count_drift, next_turn_tokens
 from slime.utils.processing_utils import encode_text, render_chat
 
@@ -204,6 +205,29 @@ class SharedIds(Sequence[int]):
         return isinstance(other, Sequence) and self[:] == list(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+class SharedBytes:
+    """The first bytes of a buffer that grows: experts of a conversation's tokens, which every call returns anew.
+
+    Kept for each turn by itself they would take turns x context of memory. What a call says of tokens that an earlier
+    call has read or written is left out: their log-probs belong to the experts of that call.
+    """
+
+    def __init__(self, held: bytearray | None = None) -> None:
+        self.held = bytearray() if held is None else held
+        self._length = len(self.held)
+
+    def then(self, text: str) -> SharedBytes:
+        """Those of a longer conversation that begins with this one, from the engine's base64."""
+        whole = base64.b64decode(text)
+        if len(self.held) != self._length:  # another conversation has gone on from here
+            return SharedBytes(self.held[: self._length] + whole[self._length :])
+        self.held += whole[self._length :]
+        return SharedBytes(self.held)
+
+    def __bytes__(self) -> bytes:
+        return bytes(memoryview(self.held)[: self._length])
 
 
 @dataclass(frozen=True)

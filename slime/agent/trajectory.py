@@ -11,10 +11,10 @@ Only ids that the engine read and wrote reach a sample. A generated token that i
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import logging
 import os.path
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -61,29 +61,6 @@ class TurnRecord:
     images: tuple[Picture, ...] = ()
 
 
-class SharedBytes:
-    """The first bytes of a buffer that grows: experts of a conversation's tokens, which every call returns anew.
-
-    Kept for each turn by itself they would take turns x context of memory. What a call says of tokens that an earlier
-    call has read or written is left out: their log-probs belong to the experts of that call.
-    """
-
-    def __init__(self, held: bytearray | None = None) -> None:
-        self.held = bytearray() if held is None else held
-        self._length = len(self.held)
-
-    def then(self, text: str) -> SharedBytes:
-        """Those of a longer conversation that begins with this one, from the engine's base64."""
-        whole = base64.b64decode(text)
-        if len(self.held) != self._length:  # another conversation has gone on from here
-            return SharedBytes(self.held[: self._length] + whole[self._length :])
-        self.held += whole[self._length :]
-        return SharedBytes(self.held)
-
-    def __bytes__(self) -> bytes:
-        return bytes(memoryview(self.held)[: self._length])
-
-
 @dataclass(eq=False)
 class MessageNode:
     """A message of a session; `turn` is set where the engine wrote it. The root holds no message."""
@@ -91,26 +68,32 @@ class MessageNode:
     role: str = ""
     message: Message | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    parent: MessageNode | None = None
     children: list[MessageNode] = field(default_factory=list)
     turn: TurnRecord | None = None
     turn_index: int | None = None
     response_trained: bool = False
+    _above: weakref.ref[MessageNode] | None = field(default=None, repr=False)
+
+    @property
+    def parent(self) -> MessageNode | None:
+        """The node above; None for a root. It is not held: an ended session is freed without the collector."""
+        return None if self._above is None else self._above()
 
     @property
     def is_root(self) -> bool:
         """Whether the node has no parent."""
-        return self.parent is None
+        return self._above is None
 
     def add_child(self, node: MessageNode) -> None:
         """Make a node the last child of this one."""
-        node.parent = self
+        node._above = weakref.ref(self)
         self.children.append(node)
 
     def path_from_root(self) -> list[MessageNode]:
         """The nodes from below the root down to this one."""
         path, node = [], self
-        while node.parent is not None:
+        while not node.is_root:
+            assert node.parent is not None, "whoever holds a node holds its tree's root"
             path.append(node)
             node = node.parent
         return path[::-1]
@@ -395,7 +378,7 @@ class _Builder:
         if args is not None:  # of all tokens: the last call of the engine has read or written them
             meta_info = self._last_turn.meta_info or {}
             experts = {key: meta_info[key] for key in _EXPERT_KEYS if key in meta_info}
-            if isinstance(shared := experts.get(EXPERTS), SharedBytes):
+            if not isinstance(shared := experts.get(EXPERTS, ""), str):
                 experts[EXPERTS] = bytes(shared)
             sample.append_response_tokens(args, meta_info=experts)
         sample.status = _STATUS.get(self._last_turn.finish_reason, Sample.Status.COMPLETED)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import random
+import weakref
 
 import pytest
 
@@ -122,6 +124,20 @@ def test_sessions_do_not_see_each_other_and_messages_match_whatever_their_tokens
     manager.drop_session("one")
     assert not manager.has_session("one") and manager.turn_count("one") == 0
     assert len(samples_of(manager, "two")) == 1
+
+
+@pytest.mark.parametrize("end", [samples_of, TrajectoryManager.drop_session])
+def test_a_session_that_has_ended_is_freed_without_the_collector(end):
+    manager = TrajectoryManager()
+    record(manager, [1], [10], [USER], said("a"), sid="s")
+    record(manager, [1, 10, 2], [11], [USER, said("a"), AGAIN], said("b"), sid="s")
+    nodes = [weakref.ref(node) for leaf in manager.trees["s"].leaves() for node in leaf.path_from_root()]
+    gc.disable()
+    try:
+        end(manager, "s")
+        assert len(nodes) == 4 and not any(node() for node in nodes)
+    finally:
+        gc.enable()
 
 
 def test_an_empty_response_is_a_leaf_without_a_message_and_no_sample():
