@@ -102,14 +102,14 @@ class RunLifetime:
         self._claimed: list[int] = []
         self._events: logging_utils.RunEvents | None = None
         self.phases = Phases(on_change=lambda change, name: self._tell(change, phase=name, rollout=self._rollout_id))
-        logs = Path(args.output_dir, "logs")
-        self._status = RunStatus(
-            self.phases, self._counts, logger.info, lambda: newest_line(logs.glob("engine_*.log"))
-        )
+        self._status = RunStatus(self.phases, self._counts, logger.info, self._news_of_engines)
         is_on = args.use_fault_tolerance and self._has_engines
         self.upkeep = EngineUpkeep(self.parts, self.phases, is_on=is_on, may_grow=args.elastic_rollout)
         self._exit = ExitRequest(args.exit_signal if args.exit_signal_handler else None, args.exit_duration_in_mins)
         self._ends_after: int | None = None
+
+    def _news_of_engines(self) -> str:
+        return newest_line(Path(self.args.output_dir, "logs").glob("engine_*.log"))
 
     def __enter__(self) -> Self:
         with ExitStack() as started:

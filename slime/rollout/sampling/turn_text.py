@@ -105,7 +105,7 @@ def _passed_on(template: Any, content: Any) -> str:
     if not isinstance(content, str) or not isinstance(template, str):
         return ""
     text, (marks, strings) = content.strip(), _looked_for(template)
-    return "" if text in strings or any(mark in content or mark in _any_text(0) for mark in marks) else text
+    return "" if text in strings or any(mark in content for mark in marks) else text
 
 
 @functools.lru_cache(maxsize=8)
@@ -126,4 +126,6 @@ def _looked_for(template: str) -> tuple[tuple[str, ...], frozenset[str]]:
             strings.add(text := quoted[1:-1].replace("\\n", "\n").strip())
             if text and (re.search(r"[^\w\s]", text) or before == "(" or after in ("in", "not")):
                 marks.add(text)
+    if any(mark in _any_text(0) for mark in marks):
+        marks = {""}  # the stand-in says nothing of other texts
     return tuple(marks), frozenset(strings)
