@@ -1,6 +1,6 @@
 """A whole colocated GRPO step on a GPU: how much of it is neither generation nor forward, backward and optimizer?
 
-    python benchmarks/gpu_step.py [--model 0.6B] [--model SmolLM2-135M]
+    python benchmarks/gpu_step.py [--model 0.6B] [--model SmolLM2-135M] [--model 4B]
     python benchmarks/gpu_step.py --tiny
 
 64 prompts x 8 samples of 512 tokens each, one update a step, trainer and engine taking turns on the GPU, weights
@@ -41,8 +41,8 @@ from benchmarks.gpu_runs import (  # noqa: E402
 TARGET, STEPS = 0.08, 6
 WORK = ("perf/rollout_time", "perf/log_probs_time", "perf/ref_log_probs_time", "perf/actor_train_time")
 ENGINE_SHARE = {"0.6B": 0.4, SMOLLM2: 0.12, "4B": 0.42}
-"""Of an H200's 141 GB: weights and the keys and values of all 512 x 576 tokens at once (34, 7 and 44 GB), and some to
-spare. What an engine takes beyond that it gives up and takes back in every step for nothing."""
+"""Of an H200's 141 GB: room for the weights, and for keys and values of all 512 x 576 tokens (34, 7 and 44 GB).
+An engine with more would give it up and take it back in every step for nothing."""
 REST = (
     "perf/wake_up_time",
     "perf/sleep_time",

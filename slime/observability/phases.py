@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.processes.progress import Count
+from slime.utils.misc import attempt
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -154,7 +155,7 @@ class RunStatus:
         phases: of the run.
         counts: returns the counts of work that is under way in other processes; may fail.
         say: writes a line, for a terminal or a log.
-        news: returns what a start that lasts long is at, "" for nothing.
+        news: returns what a start that has lasted so many seconds is at, "" for nothing; may fail.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class RunStatus:
         phases: Phases,
         counts: Callable[[], Sequence[Count]],
         say: Callable[[str], None],
-        news: Callable[[], str] = str,
+        news: Callable[[float], str] = lambda _: "",
     ) -> None:
         self._phases, self._counts, self._say, self._news = phases, counts, say, news
         self._doing, self._since_s = "", 0.0
@@ -224,8 +225,14 @@ class RunStatus:
         if period:
             what, done, total = self._newest_count(phase)
             count = f" {done}/{total}" if total else ""
-            news = self._news() if phase.name == START and not is_short else ""
+            news = self._news_of(phase) if phase.name == START and not is_short else ""
             self._say(f"{what}{count}: {seconds(lasts_s)} so far{f'; {news}' if news else ''}")
+
+    def _news_of(self, start: Phase) -> str | None:
+        news, error = attempt(self._news, start.seconds)
+        if error is not None:  # what only shows must not end what works
+            logger.debug("nothing is known of the start: %s", error)
+        return news
 
     def _lasts_s(self, phase: Phase) -> float:
         """Seconds of a phase, or of the part of the start that was announced last."""

@@ -286,12 +286,17 @@ def log_tail(path: str | Path, lines: int = 40) -> str:
     return "\n".join(kept) if kept else f"({path} is empty)"
 
 
-def newest_line(logs: Iterable[Path]) -> str:
-    """The last line with words of the log that was written last, after its name; "" without any."""
-    written = [path for path in logs if path.exists()]
-    if not written:
+def newest_line(logs: Iterable[Path], *, since: float) -> str:
+    """Return the last line with words of the log that was written last, after its name.
+
+    Args:
+        logs: files that are there.
+        since: a time as `time.time` tells it; without a log that was written later "" is returned.
+    """
+    written = {path.stat().st_mtime: path for path in logs}
+    if not written or (last := max(written)) < since:
         return ""
-    newest = max(written, key=lambda path: path.stat().st_mtime)
+    newest = written[last]
     lines = [re.sub(r"\x1b\[\w*", "", line).strip() for line in log_tail(newest, 3).splitlines()]
     return f"{newest.name}: {next((line[:160] for line in reversed(lines) if line), '')}"
 

@@ -108,8 +108,9 @@ class RunLifetime:
         self._exit = ExitRequest(args.exit_signal if args.exit_signal_handler else None, args.exit_duration_in_mins)
         self._ends_after: int | None = None
 
-    def _news_of_engines(self) -> str:
-        return newest_line(Path(self.args.output_dir, "logs").glob("engine_*.log"))
+    def _news_of_engines(self, seconds: float) -> str:
+        logs = Path(self.args.output_dir, "logs").glob("engine_*.log")
+        return newest_line(logs, since=time.time() - seconds)  # an earlier run may have had this directory
 
     def __enter__(self) -> Self:
         with ExitStack() as started:

@@ -146,7 +146,7 @@ class Hands:
 def test_without_a_terminal_the_start_says_every_ten_seconds_and_later_every_minute_what_it_waits_for():
     clock, said = Hands(), []
     phases = Phases(clock)
-    status = RunStatus(phases, lambda: [], said.append, lambda: "engine_0.log: capturing")
+    status = RunStatus(phases, lambda: [], said.append, lambda _: "engine_0.log: capturing")
     with phases.enter("start"):
         status.announce("connecting to Ray")
         for clock.now in range(6):
@@ -172,6 +172,17 @@ def test_without_a_terminal_a_long_rollout_says_every_minute_how_far_it_is():
             for clock.now in range(begin, begin + 70):
                 status.look()
     assert said == ["rollout 3 0/512: 60 s so far", "rollout 3 1/512: 60 s so far"]
+
+
+def test_a_start_whose_news_cannot_be_read_says_how_long_it_lasts():
+    clock, said = Hands(), []
+    phases = Phases(clock)
+    status = RunStatus(phases, lambda: [], said.append, lambda seconds: 1 / 0)
+    with phases.enter("start"):
+        status.announce("starting engines")
+        clock.now = 61
+        status.look()
+    assert said == ["starting engines", "starting engines: 61 s so far"]
 
 
 def test_a_count_that_cannot_be_read_costs_only_the_count():

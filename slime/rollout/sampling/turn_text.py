@@ -76,6 +76,9 @@ def _frame(tokenizer: Any, _template: str, count: int, key: bytes) -> list[str] 
     """Return what the template writes before, between and behind a number of texts; None where it changes one.
 
     Args:
+        tokenizer: with a chat template.
+        _template: its code: another one has frames of its own.
+        count: of the texts.
         key: JSON of `_rendered`'s arguments, where the texts have stand-ins; empty where they are not to be kept.
     """
     if not key:
