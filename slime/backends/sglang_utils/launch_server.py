@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slime.backends.sglang_utils import cpu_standins
+from slime.backends.sglang_utils import cpu_standins, early_kernels
 from slime.processes.directories import use_private_temp_dir, write_private
 from slime.utils.http.api_keys import ENGINE_ENV, HiddenText, is_secret
 
@@ -37,6 +37,8 @@ def main(path: Path) -> None:
     # Its sockets and its files in shared directories are for its own processes; the log is open already.
     os.umask(0o077)
     use_private_temp_dir()
+    if launch["accelerator"] != "cpu":
+        early_kernels.start(launch["server_args"])
     prepare(launch)
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs

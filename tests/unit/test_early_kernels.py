@@ -1,0 +1,79 @@
+"""Kernels of SGLang that are compiled side by side while an engine starts: which, and under which names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from slime.backends.sglang_utils import early_kernels
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "hidden_size": 1024,
+    "head_dim": 128,
+    "torch_dtype": "bfloat16",
+}
+ASK = """
+import sys, json
+from slime.backends.sglang_utils import cpu_standins, early_kernels
+cpu_standins.install()
+import sglang.kernels.jit.utils as jit
+# SGLang makes the name of the folder in this way.
+jit.load_jit = lambda *names, **sources: print("asked " + "_".join(map(str, names)) + "\\n", end="")
+early_kernels.compile_all([early_kernels.Kernel(*values) for values in json.loads(sys.argv[1])])
+"""
+
+
+def functions(config: dict[str, Any], **server_args: Any) -> list[str]:
+    return [kernel.function for kernel in early_kernels.kernels_of(config, server_args)]
+
+
+def row_of_cache(config: dict[str, Any], **server_args: Any) -> int:
+    kernels = early_kernels.kernels_of(config, server_args)
+    return next(kernel.values[0] for kernel in kernels if kernel.module == "kvcache.kvcache")
+
+
+def test_sglang_asks_for_the_kernels_under_the_names_that_are_looked_for():
+    kernels = early_kernels.kernels_of(QWEN3, {})
+    run = subprocess.run([sys.executable, "-c", ASK, json.dumps(kernels)], capture_output=True, text=True, check=True)
+    asked = [line.split(" ", 1)[1] + "_hash" for line in run.stdout.splitlines() if line.startswith("asked ")]
+    assert len(kernels) == len(asked) == 5, run.stdout + run.stderr
+    assert all(any(fnmatch(name, kernel.folder) for name in asked) for kernel in kernels), asked
+    assert run.stdout.count(" compiled in ") == 5, "each says how long it took"
+
+
+def test_a_row_of_the_cache_has_the_bytes_of_a_rank():
+    assert row_of_cache(QWEN3) == 8 * 128 * 2
+    assert row_of_cache(QWEN3, tp_size=4) == 2 * 128 * 2
+    assert row_of_cache(QWEN3, tp_size=16) == 128 * 2, "more ranks than heads: each has a copy of one"
+    assert row_of_cache(QWEN3, tp_size=4, dp_size=4, enable_dp_attention=True) == 8 * 128 * 2
+    assert row_of_cache(QWEN3, kv_cache_dtype="fp8_e4m3") == 8 * 128
+
+
+def test_a_model_gets_the_kernels_that_its_layers_have():
+    assert "_jit_qknorm_module" in functions(QWEN3)
+    assert "_jit_qknorm_module" not in functions(QWEN3 | {"model_type": "qwen2"})
+    assert functions(QWEN3 | {"torch_dtype": "float32"}) == []
+    assert functions(QWEN3 | {"torch_dtype": "float32"}, dtype="bfloat16") == functions(QWEN3)
+    assert functions(QWEN3 | {"kv_lora_rank": 512}) == [] == functions({})
+
+
+def test_only_kernels_that_no_process_has_compiled_are_missing(tmp_path: Path) -> None:
+    kernels = early_kernels.kernels_of(QWEN3, {})
+    (folder := tmp_path / "sgl_kernel_jit_kvcache_2048_2048_true_0123__arch_9.0a__tvmffi_0.1").mkdir()
+    environment = {"TVM_FFI_CACHE_DIR": str(tmp_path)}
+    assert early_kernels.missing(kernels, environment) == kernels, "a folder without a library is being compiled"
+    (folder / "module.so").touch()
+    left = early_kernels.missing(kernels, environment)
+    assert [kernel.module for kernel in kernels if kernel not in left] == ["kvcache.kvcache"]
+
+
+def test_a_kernel_that_fails_is_said_and_stops_nothing() -> None:
+    line = early_kernels.compile_one(early_kernels.Kernel("of_no_version", "compile", (), ""))
+    assert line.startswith("slime: kernel of_no_version is not compiled ahead: No module named")
