@@ -120,7 +120,9 @@ def rates(options: argparse.Namespace, spread: float, url: str, workers: list[st
     lengths = lengths_of(options, spread)
     sampling = [{"temperature": 1.0, "max_new_tokens": length, "ignore_eos": True} for length in lengths]
     tool = "line of a tool's output " * TOOL_TOKENS
-    texts = [cut(tokenizer, tool * 16, options.context), cut(tokenizer, tool, TOOL_TOKENS)]
+    context = cut(tokenizer, tool * 16, options.context)
+    # No two sessions begin alike: an engine would read what they share once, on that side alone.
+    texts = [f"{number} {context}" for number in range(options.sessions)] + [cut(tokenizer, tool, TOOL_TOKENS)]
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     found: dict[str, list[float]] = {"gateway": [], "bare": []}
     command = [sys.executable, __file__, "--client"]
@@ -194,8 +196,7 @@ async def serve_orders() -> None:
 async def through_gateway(session: aiohttp.ClientSession, order: dict[str, Any], number: int) -> None:
     """An agent that knows Chat Completions only."""
     headers = {"Authorization": f"Bearer {order['keys'][number]}", "Content-Type": "application/json"}
-    context, tool = order["texts"]
-    messages = [{"role": "user", "content": f"{number} {context}"}]
+    messages, tool = [{"role": "user", "content": order["texts"][number]}], order["texts"][-1]
     for _ in range(order["turns"]):
         body = orjson.dumps({"model": "m", "messages": messages})
         async with session.post(f"{order['url']}/v1/chat/completions", data=body, headers=headers) as answer:
@@ -206,8 +207,7 @@ async def through_gateway(session: aiohttp.ClientSession, order: dict[str, Any],
 
 async def straight(session: aiohttp.ClientSession, order: dict[str, Any], number: int) -> None:
     """The same tokens by hand."""
-    context, tool = order["ids"]
-    ids = [random.Random(number).choice(context) for _ in range(2)] + context
+    ids, tool = order["ids"][number], order["ids"][-1]
     for _ in range(order["turns"]):
         body = orjson.dumps({"input_ids": ids, "sampling_params": order["sampling"][number], "return_logprob": True})
         headers = {"Content-Type": "application/json"}
