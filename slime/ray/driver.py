@@ -219,41 +219,46 @@ def say_graphs(args: Args) -> None:
                 )
 
 
-def settle_turns(args: Args, explicit: Collection[str]) -> Args:
-    """Keep a trainer on the GPU that it shares with engines where the plan has room for it while they generate.
+STAYS: dict[str, Any] = {
+    "offload_train": False,
+    "disable_grad_buffers_cpu_backup": False,
+    "disable_param_buffers_cpu_backup": False,
+}
+BOTH_STAY = {**STAYS, "offload_rollout": False}
 
-    Leaving and coming back costs every step two copies of the trainer's state. Only a plan for the GPUs of this
-    machine decides, and only where no flag does; engines still release their memory for the training. An engine that
-    is replaced would find the trainer on its GPU, and take less: with --use-fault-tolerance the trainer leaves.
+
+def settle_turns(args: Args, explicit: Collection[str]) -> Args:
+    """Keep trainer and engines, or the trainer alone, on the GPU that they share where the plan has room for it.
+
+    Leaving and coming back costs the trainer two copies of its state in every step, and the engines 0.1 s. Only a plan
+    for the GPUs of this machine decides, and only where no flag does. An engine that is replaced would find the
+    trainer on its GPU, and take less: with --use-fault-tolerance the trainer leaves.
 
     Args:
         args: of the run.
         explicit: the attributes whose flags were given.
 
     Returns:
-        the args, with `offload_train` off where the trainer stays.
+        the args, with `offload_train`, and `offload_rollout` too, off where they stay.
     """
     takes_turns = args.colocate and args.offload_train and args.offload_rollout
     is_open = takes_turns and not args.use_critic and not args.use_fault_tolerance
     if not is_open or {"offload", "offload_train"} & set(explicit) or not is_for_this_machine(args):
         return args
-    stays = args.replace(
-        offload_train=False, disable_grad_buffers_cpu_backup=False, disable_param_buffers_cpu_backup=False
-    )
-    facts = measured_facts(stays)
-    fullest = max(make_plan(stays, facts).fit, key=lambda moment: moment.total, default=None)
-    if fullest is None or fullest.total > ROOMY * fullest.limit:
-        return args
-    if not all(kind.serves_policy for kind in facts.engines or ()):  # the plan counts the policy's engines alone
-        return args
-    logger.info(
-        "the trainer stays on its GPU while engines generate: %.1f of %.1f GB at most, while %s; --offload-train "
-        "makes it leave",
-        fullest.total / 1e9,
-        fullest.limit / 1e9,
-        fullest.when,
-    )
-    return stays
+    ways = {"the trainer stays on its GPU while engines generate": STAYS}
+    if "offload_rollout" not in explicit:
+        ways = {"trainer and engines stay on their GPU": BOTH_STAY} | ways
+    for what, changes in ways.items():
+        stays = args.replace(**changes)
+        facts = measured_facts(stays)
+        fullest = max(make_plan(stays, facts).fit, key=lambda moment: moment.total, default=None)
+        if fullest is None or not all(kind.serves_policy for kind in facts.engines or ()):
+            return args  # the plan counts the policy's engines alone
+        if fullest.total <= ROOMY * fullest.limit:
+            most = f"{fullest.total / 1e9:.1f} of {fullest.limit / 1e9:.1f} GB at most, while {fullest.when}"
+            logger.info("%s: %s; --offload makes both leave", what, most)
+            return stays
+    return args
 
 
 def measured_facts(args: Args) -> Facts:

@@ -231,7 +231,7 @@ def start_side_by_side(
         what the actor's rank 0 says of its start, with the warnings of all; `WITHOUT_TRAINERS` without any.
     """
     loading = {ref: name for group in groups for ref, name in group.load().items()}
-    if turns.engines_leave:
+    if turns.share_gpus:  # engines take a share of the memory that is free
         get(engines, what, START_DEADLINE_S, beside=loading)
     started = turns.start_trainers(groups, {engines: what}) if groups else [WITHOUT_TRAINERS]
     get(engines, what, START_DEADLINE_S)
@@ -245,13 +245,14 @@ class GpuTurns:
     """The turns of one run.
 
     Args:
-        args: reads `colocate`, `offload_train`, `offload_rollout`, `release_train`.
+        args: reads `colocate`, `accelerator`, `offload_train`, `offload_rollout`, `release_train`.
         manager: the rollout manager's actor.
     """
 
     def __init__(self, args: Args, manager: Any) -> None:
         self.trainers_leave: bool = args.offload_train or args.release_train
         self.engines_leave: bool = args.offload_rollout and args.colocate
+        self.share_gpus: bool = args.colocate and args.accelerator != "cpu"
         self._leave_to_engines: bool = args.colocate or args.release_train
         self._manager = manager
         self._awake: RayTrainGroup | None = None

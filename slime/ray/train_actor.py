@@ -143,7 +143,7 @@ class TrainRayActor(RayActor):
         return records, self._actor.columns_for_critic
 
     def _make_room(self) -> None:
-        if self.args.colocate or self.args.use_critic:
+        if (self.args.colocate and self.args.offload_rollout) or self.args.use_critic:
             accelerator.empty_cache()  # what torch keeps for the next step, the others on this GPU need now
 
     def call(self, verb: str, *values: Any) -> Any:

@@ -131,6 +131,7 @@ def test_the_state_of_the_data_source_is_that_of_the_rollout_that_is_saved(monke
         generate=method("generate"), train_data=method("train_data"), save=method("save")
     )
     off = {"colocate": False, "offload_train": False, "offload_rollout": False, "release_train": False}
+    off["accelerator"] = "cpu"
     run.parts._turns = GpuTurns(SimpleNamespace(**off), run._manager)
     run.parts.actor = SimpleNamespace(save_model=lambda rollout_id: waited.append(f"model {rollout_id}"))
     monkeypatch.setattr(run, "_log_rollout_record", lambda metrics: None)

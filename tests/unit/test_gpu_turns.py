@@ -61,7 +61,7 @@ ON = {"max_restarts": 0, "colocate": True, "offload_train": True, "offload_rollo
 ON |= {"exit_signal_handler": False, "exit_duration_in_mins": None, "async_save": False}
 ON |= dict.fromkeys(HOOKS_ON_SAMPLES)
 ON |= {"deterministic": False, "peer_checkpoint_interval": None}
-ON["elastic_rollout"] = False
+ON |= {"elastic_rollout": False, "accelerator": "cuda"}
 ON |= {"verify_checkpoint": "none", "use_fault_tolerance": False, "save": "somewhere", "save_hf": None}
 
 

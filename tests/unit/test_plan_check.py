@@ -86,21 +86,22 @@ def test_a_gpu_that_is_only_assumed_refuses_nothing(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("changes", "explicit", "stays"),
+    ("changes", "explicit", "stay"),
     [
-        ({}, (), True),
-        ({}, ("offload_train",), False),
-        ({}, ("offload",), False),
-        ({"use_critic": True}, (), False),
-        ({"use_fault_tolerance": True}, (), False),  # an engine that is replaced measures what is free
-        ({"offload_rollout": False}, (), False),
-        ({"sglang_overrides": {}}, (), False),  # SGLang would take 88%
-        ({"sglang_overrides": {"mem_fraction_static": 0.8}}, (), False),
-        ({"plan_device": "h100-80gb"}, (), False),  # not the GPU of this machine
+        ({}, (), "both"),
+        ({}, ("offload_rollout",), "trainer"),
+        ({}, ("offload_train",), ""),
+        ({}, ("offload",), ""),
+        ({"use_critic": True}, (), ""),
+        ({"use_fault_tolerance": True}, (), ""),  # an engine that is replaced measures what is free
+        ({"sglang_overrides": {}}, (), ""),  # SGLang would take 88%
+        ({"sglang_overrides": {"mem_fraction_static": 0.65}}, (), "trainer"),
+        ({"sglang_overrides": {"mem_fraction_static": 0.8}}, (), ""),
+        ({"plan_device": "h100-80gb"}, (), ""),  # not the GPU of this machine
     ],
 )
-def test_a_colocated_trainer_stays_where_the_plan_has_room_and_no_flag_says_otherwise(
-    monkeypatch, caplog, changes, explicit, stays
+def test_trainer_and_engines_stay_where_the_plan_has_room_and_no_flag_says_otherwise(
+    monkeypatch, caplog, changes, explicit, stay
 ):
     """0.6 B parameters in bf16 with fp32 masters take 18 bytes each, 11 GB of 80, and the engine half of them."""
     size = {"num_layers": 28, "hidden_size": 1024, "ffn_hidden_size": 3072, "num_attention_heads": 16}
@@ -119,8 +120,10 @@ def test_a_colocated_trainer_stays_where_the_plan_has_room_and_no_flag_says_othe
     monkeypatch.setattr(driver, "find_device", lambda *_: device)
     with caplog.at_level(logging.INFO):
         args = driver.settle_turns(Args.of(vars(run_args(**flags))), explicit)
-    assert args.offload_train is not stays
-    assert any("--offload-train makes it leave" in message for message in caplog.messages) is stays
+    assert args.offload_train is (stay == "")
+    assert args.offload_rollout is (stay != "both")
+    said = [message for message in caplog.messages if "--offload makes both leave" in message]
+    assert len(said) == bool(stay)
 
 
 def test_the_sizes_of_captured_graphs_are_said_where_no_flag_names_them(monkeypatch, caplog):

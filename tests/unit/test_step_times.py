@@ -94,7 +94,10 @@ def test_a_run_logs_the_rest_beside_the_times_of_the_step(monkeypatch: pytest.Mo
         )
     )
     run.parts._turns = GpuTurns(
-        SimpleNamespace(colocate=False, offload_train=False, offload_rollout=False, release_train=False), None
+        SimpleNamespace(
+            accelerator="cpu", colocate=False, offload_train=False, offload_rollout=False, release_train=False
+        ),
+        None,
     )
     run.parts.actor = SimpleNamespace(train=lambda *_: (TRAINED, []))
     run.plan = SimpleNamespace(start_rollout_id=0, num_rollout=4)
