@@ -9,6 +9,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from slime.backends.sglang_utils import early_kernels
 
 QWEN3 = {
@@ -25,7 +27,7 @@ from slime.backends.sglang_utils import cpu_standins, early_kernels
 cpu_standins.install()
 import sglang.kernels.jit.utils as jit
 # SGLang makes the name of the folder in this way.
-jit.load_jit = lambda *names, **sources: print("asked " + "_".join(map(str, names)) + "\\n", end="")
+jit.load_jit = lambda *names, **sources: sys.stderr.write("asked " + "_".join(map(str, names)) + "\\n")
 early_kernels.compile_all([early_kernels.Kernel(*values) for values in json.loads(sys.argv[1])])
 """
 
@@ -36,15 +38,17 @@ def functions(config: dict[str, Any], **server_args: Any) -> list[str]:
 
 def row_of_cache(config: dict[str, Any], **server_args: Any) -> int:
     kernels = early_kernels.kernels_of(config, server_args)
-    return next(kernel.values[0] for kernel in kernels if kernel.module == "kvcache.kvcache")
+    return next(kernel.values[0] for kernel in kernels if kernel.module == "sglang.kernels.ops.kvcache.kvcache")
 
 
 def test_sglang_asks_for_the_kernels_under_the_names_that_are_looked_for():
-    kernels = early_kernels.kernels_of(QWEN3, {})
+    kernels = [kernel for kernel in early_kernels.kernels_of(QWEN3, {}) if kernel != early_kernels.NORMS]
     run = subprocess.run([sys.executable, "-c", ASK, json.dumps(kernels)], capture_output=True, text=True, check=True)
-    asked = [line.split(" ", 1)[1] + "_hash" for line in run.stdout.splitlines() if line.startswith("asked ")]
+    asked = [line.split(" ", 1)[1] + "_hash" for line in run.stderr.splitlines() if line.startswith("asked ")]
     assert len(kernels) == len(asked) == 5, run.stdout + run.stderr
-    assert all(any(fnmatch(name, kernel.folder) for name in asked) for kernel in kernels), asked
+    assert all(
+        any(fnmatch(f"sgl_kernel_jit_{name}/module.so", kernel.library) for name in asked) for kernel in kernels
+    ), asked
     assert run.stdout.count(" compiled in ") == 5, "each says how long it took"
 
 
@@ -64,6 +68,19 @@ def test_a_model_gets_the_kernels_that_its_layers_have():
     assert functions(QWEN3 | {"kv_lora_rank": 512}) == [] == functions({})
 
 
+def test_norms_are_compiled_where_flashinfer_brings_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    packages = {"flashinfer"}
+    monkeypatch.setattr(early_kernels, "find_spec", lambda name: name if name in packages else None)
+    assert early_kernels.NORMS in early_kernels.kernels_of(QWEN3, {})
+    (folder := tmp_path / ".cache" / "flashinfer" / "0.6.15" / "90a" / "cached_ops" / "norm").mkdir(parents=True)
+    environment = {"FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
+    assert early_kernels.missing([early_kernels.NORMS], environment)
+    (folder / "norm.so").touch()
+    assert early_kernels.missing([early_kernels.NORMS], environment) == []
+    packages.add("flashinfer_jit_cache")
+    assert early_kernels.NORMS not in early_kernels.kernels_of(QWEN3, {})
+
+
 def test_only_kernels_that_no_process_has_compiled_are_missing(tmp_path: Path) -> None:
     kernels = early_kernels.kernels_of(QWEN3, {})
     (folder := tmp_path / "sgl_kernel_jit_kvcache_2048_2048_true_0123__arch_9.0a__tvmffi_0.1").mkdir()
@@ -71,9 +88,9 @@ def test_only_kernels_that_no_process_has_compiled_are_missing(tmp_path: Path) -
     assert early_kernels.missing(kernels, environment) == kernels, "a folder without a library is being compiled"
     (folder / "module.so").touch()
     left = early_kernels.missing(kernels, environment)
-    assert [kernel.module for kernel in kernels if kernel not in left] == ["kvcache.kvcache"]
+    assert [kernel.function for kernel in kernels if kernel not in left] == ["_jit_kvcache_module"]
 
 
 def test_a_kernel_that_fails_is_said_and_stops_nothing() -> None:
-    line = early_kernels.compile_one(early_kernels.Kernel("of_no_version", "compile", (), ""))
+    line = early_kernels.compile_one(early_kernels.Kernel("of_no_version", "compile", (), "", ""))
     assert line.startswith("slime: kernel of_no_version is not compiled ahead: No module named")
