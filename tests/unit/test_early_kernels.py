@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils import early_kernels
+from slime.backends.sglang_utils.sglang_engine import last_error
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -93,4 +94,50 @@ def test_only_kernels_that_no_process_has_compiled_are_missing(tmp_path: Path) -
 
 def test_a_kernel_that_fails_is_said_and_stops_nothing() -> None:
     line = early_kernels.compile_one(early_kernels.Kernel("of_no_version", "compile", (), "", ""))
-    assert line.startswith("slime: kernel of_no_version is not compiled ahead: No module named")
+    assert line.startswith("slime: kernel of_no_version is not compiled ahead: ModuleNotFoundError: No module named")
+
+
+@pytest.mark.parametrize(
+    ("config", "server_args"),
+    [
+        ({"num_key_value_heads": [8, 4]}, {}),  # of layers that differ
+        ({"head_dim": None, "hidden_size": None}, {}),
+        ({}, {"tp_size": 2, "dp_size": 4, "enable_dp_attention": True}),  # which SGLang refuses in words
+    ],
+)
+def test_an_engine_starts_without_kernels_that_cannot_be_told(
+    config: dict[str, Any],
+    server_args: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | config))
+    started: list[Any] = []
+    monkeypatch.setattr(early_kernels.subprocess, "Popen", started.append)
+    early_kernels.start({"model_path": str(tmp_path), **server_args})
+    said = capsys.readouterr().out
+    assert said.startswith("slime: no kernel is compiled ahead: ") and said.count("\n") == 1 and not started
+
+
+def test_heads_that_are_not_named_are_those_of_attention() -> None:
+    assert row_of_cache(QWEN3 | {"num_key_value_heads": None}) == 16 * 128 * 2
+
+
+def test_an_error_of_a_compiler_is_not_taken_for_the_end_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: str) -> None:
+        raise RuntimeError("ninja exited with status 1\nstderr:\nRuntimeError: no nvcc")
+
+    monkeypatch.setattr(early_kernels.importlib, "import_module", fail)
+    line = early_kernels.compile_one(early_kernels.Kernel("activation", "compile", (), "", ""))
+    assert "no nvcc" in line and last_error(f"{line}\n") is None
+    assert last_error(f"ValueError: no such model\n{line}\n") == "ValueError: no such model"
+
+
+def test_a_process_that_can_compile_nothing_says_so_on_one_line() -> None:
+    """Without SGLang's own CUDA packages its import fails, as where nothing is installed."""
+    code = "import sys, runpy; sys.modules['sglang'] = None; runpy.run_module(sys.argv.pop(1), run_name='__main__')"
+    command = [sys.executable, "-c", code, early_kernels.__name__, json.dumps([("activation", "compile", (), "", "")])]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.stdout.startswith("slime: no kernel is compiled ahead: ModuleNotFoundError: "), run.stderr
+    assert run.stdout.count("\n") == 1 and last_error(run.stdout + run.stderr) is None

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slime.models.families import family_of_config
+from slime.utils.misc import attempt
 from slime.weights.names import read_config, text_config
 
 TYPES = {"float16": "fp16_t", "bfloat16": "bf16_t", "int32": "int32_t", "int64": "int64_t"}
@@ -77,7 +78,7 @@ def kernels_of(config: Mapping[str, Any], server_args: Mapping[str, Any]) -> lis
     if server_args.get("enable_dp_attention"):
         ranks //= server_args.get("dp_size", 1)
     of_cache = 1 if str(server_args.get("kv_cache_dtype")).startswith("fp8") else 2
-    row = max(1, text.get("num_key_value_heads", heads) // ranks) * head_dim * of_cache
+    row = max(1, (text.get("num_key_value_heads") or heads) // ranks) * head_dim * of_cache
     rotated = int(head_dim * (text.get("partial_rotary_factor") or 1))
     own = TYPES[dtype]
     found = [
@@ -108,9 +109,15 @@ def missing(kernels: list[Kernel], environment: Mapping[str, str]) -> list[Kerne
 
 
 def start(server_args: Mapping[str, Any]) -> None:
-    """Start a process that compiles what this engine will miss; nothing is started where it misses nothing."""
-    kernels = missing(kernels_of(read_config(server_args["model_path"]), server_args), os.environ)
-    if kernels:
+    """Start a process that compiles what this engine will miss; nothing is started where it misses nothing.
+
+    The engine starts without it, too: a config.json or arguments that `kernels_of` cannot read are SGLang's to judge.
+    """
+    config = read_config(server_args["model_path"])
+    kernels, error = attempt(lambda: missing(kernels_of(config, server_args), os.environ))
+    if error is not None:
+        print(f"slime: no kernel is compiled ahead: {_on_one_line(error)}", flush=True)
+    elif kernels:
         subprocess.Popen([sys.executable, "-m", __spec__.name, json.dumps(kernels)])
 
 
@@ -135,9 +142,16 @@ def compile_one(kernel: Kernel) -> str:
     try:
         getattr(importlib.import_module(kernel.module), kernel.function)(*values)
     except Exception as error:
-        return f"slime: kernel {kernel.module} is not compiled ahead: {str(error)[:200]}"
+        return f"slime: kernel {kernel.module} is not compiled ahead: {_on_one_line(error)}"
     return f"slime: kernel {kernel.module} compiled in {time.monotonic() - begin:.0f} s"
 
 
+def _on_one_line(error: BaseException) -> str:
+    """The beginning of an error's text; a line of its own that named an exception would be taken for the engine's."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 if __name__ == "__main__":
-    compile_all([Kernel(*values) for values in json.loads(sys.argv[1])])
+    _, failure = attempt(compile_all, [Kernel(*values) for values in json.loads(sys.argv[1])])
+    if failure is not None:
+        print(f"slime: no kernel is compiled ahead: {_on_one_line(failure)}", flush=True)
