@@ -35,6 +35,7 @@ from slime.weights.transports import MEMORY
 
 logger = logging.getLogger(__name__)
 
+SPARE = 0.1  # Of a GPU: what engines that stay find free beside a trainer
 NAMES: dict[Role, str] = {"actor": "trainer", "critic": "critic"}  # What the ranks of a role are called in logs.
 
 TRAINERS: dict[str, dict[Role, str]] = {
@@ -143,8 +144,14 @@ class TrainRayActor(RayActor):
         return records, self._actor.columns_for_critic
 
     def _make_room(self) -> None:
-        if (self.args.colocate and self.args.offload_rollout) or self.args.use_critic:
-            accelerator.empty_cache()  # what torch keeps for the next step, the others on this GPU need now
+        """Give back what torch keeps for the next step where the others on this GPU need it now, or hardly have any.
+
+        Engines that stay take memory for a larger batch, too, and torch gives its cache up for its own process alone:
+        with batches of many shapes that grows until nothing is left.
+        """
+        others_come = (self.args.colocate and self.args.offload_rollout) or self.args.use_critic
+        if others_come or (self.args.colocate and accelerator.free_share() < SPARE):
+            accelerator.empty_cache()
 
     def call(self, verb: str, *values: Any) -> Any:
         """Call a verb of this rank's trainer; a full disk is an answer, for the run goes on."""

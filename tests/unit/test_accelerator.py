@@ -36,6 +36,14 @@ def test_a_process_cannot_change_its_device(monkeypatch):
     accelerator.set_device(3)
     accelerator.synchronize()
     accelerator.empty_cache()
+    assert accelerator.free_share() == 1.0
+
+
+def test_the_free_share_of_a_gpu_counts_what_all_processes_hold(monkeypatch):
+    monkeypatch.setattr(accelerator, "_ACTIVE", accelerator._Active())
+    accelerator.activate("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * 10**9, 80 * 10**9))
+    assert accelerator.free_share() == 20 / 80
 
 
 def test_the_collective_backend_of_a_gpu_is_the_one_asked_for(monkeypatch):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from slime.ray import train_actor
 
 pytestmark = pytest.mark.processes
 
@@ -91,3 +94,25 @@ def test_what_the_first_training_leaves_is_not_looked_through_at_each_sleep(tmp_
     log = tmp_path / "trainer.log"
     done = subprocess.run([sys.executable, "-c", TRAIN_TWICE, log], cwd=ROOT, timeout=300, check=False)
     assert done.returncode == 0, log.read_text()[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("flags", "free", "empties"),
+    [
+        ({"colocate": True, "offload_rollout": True}, 0.5, True),  # engines come back for it
+        ({"colocate": True}, 0.5, False),
+        ({"colocate": True}, 0.05, True),  # engines that stay need more at times
+        ({}, 0.05, False),  # a GPU of its own
+        ({"use_critic": True}, 0.5, True),
+    ],
+)
+def test_torchs_cache_goes_where_others_on_the_gpu_need_the_memory(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, bool], free: float, empties: bool
+) -> None:
+    emptied: list[bool] = []
+    monkeypatch.setattr(train_actor.accelerator, "free_share", lambda: free)
+    monkeypatch.setattr(train_actor.accelerator, "empty_cache", lambda: emptied.append(True))
+    actor = object.__new__(train_actor.TrainRayActor)
+    actor.args = SimpleNamespace(**{"colocate": False, "offload_rollout": False, "use_critic": False, **flags})
+    actor._make_room()
+    assert bool(emptied) is empties

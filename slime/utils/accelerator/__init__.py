@@ -203,6 +203,16 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
+def free_share() -> float:
+    """The part of the device's memory that no process has; 1.0 on the CPU."""
+    if kind() != "cuda":
+        return 1.0
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return float(free / total)
+
+
 def reserve_segment(sizes: Iterable[int]) -> None:
     """Have torch put tensors of these sizes, in bytes, which are made next, into one piece of device memory.
 
