@@ -244,11 +244,11 @@ def _released(args: Args) -> str:
 
 
 def _at_rest(args: Args, device: Device, trainers: list[TrainerMemory]) -> int:
-    """What trainers hold while others work."""
+    """What trainers hold while others work; awake or asleep they keep their context."""
     if args.release_train:
         return 0
-    states = [max(stage.state for stage in trainer.stages) for trainer in trainers]
-    return len(states) * device.reserved_bytes if args.offload_train else sum(states)
+    states = 0 if args.offload_train else sum(max(stage.state for stage in trainer.stages) for trainer in trainers)
+    return states + len(trainers) * device.reserved_bytes
 
 
 def _training(
@@ -275,10 +275,8 @@ def _training(
     if not engines:
         remedy = LOWER_STATE if stage.state + device.reserved_bytes > device.memory_bytes else LOWER_TRAINER
         return _moment(name, "training", parts, device.memory_bytes, remedy)
-    static = max(engine.static for engine in engines)
-    parts["engine" + (" (offloaded)" if args.offload_rollout else "")] = (
-        device.reserved_bytes if args.offload_rollout else static
-    )
+    static = 0 if args.offload_rollout else max(engine.static for engine in engines)
+    parts["engine" + (" (offloaded)" if args.offload_rollout else "")] = static + device.reserved_bytes
     trainer_alone = peak + 2 * device.reserved_bytes
     remedy = LOWER_SHARED if trainer_alone <= device.memory_bytes else LOWER_TRAINER
     return _moment(f"shared GPU ({name})" if waiting else "shared GPU", "training", parts, device.memory_bytes, remedy)

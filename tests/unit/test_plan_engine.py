@@ -85,7 +85,9 @@ def test_a_shared_device_holds_both_unless_they_make_room():
     assert roomy.does_fit and not tight.does_fit
     training = tight.fit[0]
     assert training.total == sum(training.parts.values()) > GPU.memory_bytes
-    assert training.parts["engine"] == tight.engine_memory[0].static
+    assert training.parts["engine"] == tight.engine_memory[0].static + GPU.reserved_bytes
+    state = max(stage.state for stage in tight.trainer_memory.stages)
+    assert tight.fit[1].parts["trainer"] == state + GPU.reserved_bytes, "each process has a context of its own"
     assert "--offload-train --offload-rollout" in training.remedy
     ended = cuda_plan(colocate=True, release_train=True, offload_rollout=True)
     assert ended.does_fit and ended.fit[1].parts["trainer (ended)"] == 0
@@ -259,7 +261,7 @@ def test_actor_and_critic_take_turns_on_a_gpu():
     assert critic.params == actor.params and critic.head == 0 < actor.head
     assert both.fit[0].parts["the other trainer (offloaded)"] == GPU.reserved_bytes
     assert both.fit[0].total == alone.fit[0].total + GPU.reserved_bytes
-    assert cuda_plan(use_critic=True).fit[0].parts["the other trainer"] == critic.state
+    assert cuda_plan(use_critic=True).fit[0].parts["the other trainer"] == critic.state + GPU.reserved_bytes
 
 
 def test_lora_trains_adapters_alone():
