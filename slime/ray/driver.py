@@ -256,7 +256,7 @@ def settle_turns(args: Args, explicit: Collection[str]) -> Args:
             return args  # the plan counts the policy's engines alone
         if fullest.total <= ROOMY * fullest.limit:
             most = f"{fullest.total / 1e9:.1f} of {fullest.limit / 1e9:.1f} GB at most, while {fullest.when}"
-            logger.info("%s: %s; --offload makes both leave", what, most)
+            logger.info("%s: %s; --offload-train makes both leave", what, most)
             return stays
     return args
 
