@@ -179,6 +179,17 @@ def test_on_gpus_of_their_own_trainers_do_not_wait_for_engines(
     ]
 
 
+def test_engines_that_stay_on_a_shared_gpu_take_their_share_before_trainers_are_built(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stay = {"offload_train": False, "offload_rollout": False}
+    built = ["critic start", "actor start", "critic wait_started", "actor wait_started"]
+    waits = "wait for the start of the engines"
+    assert start(calls, monkeypatch, **stay) == [*LOADING, waits, *built, waits]
+    calls.clear()
+    assert start(calls, monkeypatch, accelerator="cpu", **stay) == [*LOADING, *built, waits], "no share of the host"
+
+
 def test_engines_that_do_not_start_end_the_run_before_a_trainer_is_built(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
