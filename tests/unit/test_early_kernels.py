@@ -61,6 +61,20 @@ def test_a_row_of_the_cache_has_the_bytes_of_a_rank():
     assert row_of_cache(QWEN3, kv_cache_dtype="fp8_e4m3") == 8 * 128
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},  # as transformers >= 5 writes it
+        {"rotary_dim": 64},  # MiniMax
+    ],
+)
+def test_the_rotated_part_of_a_head_is_read_as_the_trainer_reads_it(written: dict[str, Any]) -> None:
+    kernels = early_kernels.kernels_of(QWEN3 | written, {})
+    (rope,) = [kernel for kernel in kernels if kernel.function == "_jit_fused_rope_module"]
+    assert rope.values[1] == QWEN3["head_dim"] // 2
+
+
 def test_a_model_gets_the_kernels_that_its_layers_have():
     assert "_jit_qknorm_module" in functions(QWEN3)
     assert "_jit_qknorm_module" not in functions(QWEN3 | {"model_type": "qwen2"})

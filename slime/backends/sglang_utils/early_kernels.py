@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slime.models.families import family_of_config
+from slime.models.rope import rope_of
 from slime.utils.misc import attempt
 from slime.weights.names import read_config, text_config
 
@@ -79,7 +80,7 @@ def kernels_of(config: Mapping[str, Any], server_args: Mapping[str, Any]) -> lis
         ranks //= server_args.get("dp_size", 1)
     of_cache = 1 if str(server_args.get("kv_cache_dtype")).startswith("fp8") else 2
     row = max(1, (text.get("num_key_value_heads") or heads) // ranks) * head_dim * of_cache
-    rotated = int(head_dim * (text.get("partial_rotary_factor") or 1))
+    rotated = int(head_dim * rope_of(text)["partial_rotary_factor"])
     own = TYPES[dtype]
     found = [
         _of_sglang("activation.activation", "activation_module", (dtype,), f"activation_{own}_*"),
