@@ -49,10 +49,12 @@ def test_the_rest_of_a_step_is_what_neither_the_rollout_nor_a_pass_took() -> Non
     )
     # (10 - 9.5) / 10 and (20 - 18.4) / 20
     assert gpu_step.rest_shares(logged) == pytest.approx([0.05, 0.08])
-    row = gpu_step.judge(logged, "0.6B", "shape")
-    assert row.ratio == pytest.approx(0.065) and row.holds
-    logged["perf/step_time"][3] = 25.0  # (25 - 18.4) / 25 = 0.264; the median of two is their mean, 0.157
-    assert gpu_step.judge(logged, "0.6B", "shape").holds is False
+    row = gpu_step.judge(logged, "SmolLM2-135M", "shape")
+    assert row.ratio == pytest.approx(0.065) and row.holds, "the median of two is their mean, and 8% the target"
+    assert gpu_step.judge(logged, "0.6B", "shape").holds is False, "3% are its target"
+    logged["perf/actor_train_time"] = {2: 2.9, 3: 7.5}  # (10 - 9.9) / 10 and (20 - 21.5 + 2) / 20 = 0.01, 0.025
+    logged["perf/log_probs_time"][3] = 0.0
+    assert gpu_step.judge(logged, "0.6B", "shape").holds
 
 
 def test_a_sync_is_counted_without_its_pause_and_beside_two_copies() -> None:
