@@ -57,6 +57,7 @@ class Compute:
     is_cpu: bool
     element_size: int  # Bytes of a parameter, an activation and its gradient
     has_fused_gate: bool = False  # Whether a gated activation is one kernel, which keeps its input alone
+    is_plain: bool = False  # transformers' layers with our kernels: projections apart, rotations that keep nothing
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,8 @@ def _attention_elements(
     if gathers:
         projection = q + k + v if shape.has_qk_norm else 0
         return projection + norms + q + seen * (k + v) + output + gate
+    if compute.is_plain:
+        return (q + k if shape.has_qk_norm else 0) + q + k + v + output + gate
     values = 0 if compute.is_cpu or not shape.has_qk_norm else v  # a copy beside the projection that the norm keeps
     return (q + k + v) + norms + q + k + values + output + gate
 
@@ -230,7 +233,8 @@ def stage_saved(
     if recompute.method == "block":
         return angles + round(hidden * len(saved[:size])) + sum(saved[size:]), max(saved[:size], default=0)
     chunks = [sum(saved[start : start + size]) for start in range(0, len(saved), size)]
-    return angles + round(hidden * len(chunks)), max(chunks, default=0)
+    counted = round(hidden) if compute.is_plain else 0  # a chunk's input, which its first norm keeps, too
+    return angles + round(hidden * len(chunks)), max(chunks, default=counted) - counted
 
 
 def deferred_head_bytes(shape: ModelShape, layout: ParallelLayout, compute: Compute, rows: HeadRows) -> HeadBytes:

@@ -260,7 +260,9 @@ class _Trainer:
     @property
     def compute(self) -> Compute:
         is_cpu = self.args.accelerator == "cpu"
-        return Compute(is_cpu, self.precision.weight, has_fused_gate=not is_cpu and self.args.bias_swiglu_fusion)
+        is_fused, is_plain = self.args.bias_swiglu_fusion, self.args.train_backend == "fsdp"
+        weight = self.precision.weight
+        return Compute(is_cpu, weight, has_fused_gate=is_fused and not is_cpu, is_plain=is_plain and not is_cpu)
 
     @property
     def holds_both_ends(self) -> bool:
@@ -415,7 +417,9 @@ class _Trainer:
         forward = max(layer_forward(shape, layer, layout, compute, self.batch.log_prob_tokens), of_a_tower_layer)
         head_size = 0
         if stage == layout.pp - 1:
-            saved += final_norm_saved(shape, layout, compute) * tokens
+            of_norm = final_norm_saved(shape, layout, compute) * tokens
+            saved += of_norm
+            working -= of_norm * compute.is_plain  # autograd frees it before the layers' turn
             if not self.is_critic:
                 head, forward_head = self.heads()
                 head_size, forward = max(head.forward, head.backward), max(forward, forward_head.forward)

@@ -212,6 +212,7 @@ TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "actor_num_gp
 PP2 = {"pipeline_model_parallel_size": 2, "actor_num_gpus_per_node": 2}
 CP2 = {"context_parallel_size": 2, "actor_num_gpus_per_node": 2}
 EP2 = {"expert_model_parallel_size": 2, "actor_num_gpus_per_node": 2}
+FSDP, FSDP2, FSDP4 = ({"train_backend": "fsdp", "actor_num_gpus_per_node": num_gpus} for num_gpus in (1, 2, 4))
 
 
 @pytest.mark.parametrize(
@@ -220,16 +221,29 @@ EP2 = {"expert_model_parallel_size": 2, "actor_num_gpus_per_node": 2}
         (SMALL, {}, 16384, 16, 41.4), (MIDDLE, {}, 8192, 16, 105.2), (MIDDLE, TP2, 16384, 16, 71.7),
         (MIDDLE, PP2, 4096, 32, 53.8), (SMALL, PP2, 4096, 32, 12.0), (MIDDLE, CP2, 8192, 16, 84.4),
         (SMALL, CP2, 8192, 16, 23.7), (EXPERTS, {}, 16384, 16, 69.3), (EXPERTS, EP2, 16384, 32, 45.2),
+        (SMALL, FSDP, 16384, 16, 36.5), (MIDDLE, FSDP2, 16384, 32, 93.4), (MIDDLE, FSDP4, 16384, 64, 82.1),
     ],
 )  # fmt: skip
 def test_the_peak_of_a_train_step_is_what_an_h200_allocated(model, layout, micro_batch, samples, measured_gib):
-    """Of the first stage; measured by benchmarks/gpu_train_step.py, commits b66f63e to 85bc47f."""
+    """Of the first stage; measured by benchmarks/gpu_train_step.py (benchmarks/RESULTS.md)."""
     memory = memory_of(
         **{**CUDA, **model, **layout}, use_dynamic_batch_size=True, max_tokens_per_gpu=micro_batch,
         rollout_max_prompt_len=64, rollout_max_response_len=960, log_probs_chunk_size=4096,
         rollout_batch_size=samples, n_samples_per_prompt=1, global_batch_size=samples,
     )  # fmt: skip
     assert memory.stages[0].train_peak / 2**30 == pytest.approx(measured_gib, rel=0.02)
+
+
+@pytest.mark.parametrize(("length", "measured_gib"), [(66_880, 15.33), (133_760, 22.52), (147_520, 24.00)])
+def test_the_peak_of_a_long_sequence_with_fsdp_is_what_an_h200_allocated(length, measured_gib):
+    """Layers recomputed, logits deferred; measured by benchmarks/gpu_longest.py at 98b14588."""
+    memory = memory_of(
+        **{**CUDA, **SMALL, **FSDP}, use_dynamic_batch_size=True, max_tokens_per_gpu=length,
+        recompute_loss_function=True, rollout_max_prompt_len=64, rollout_max_response_len=length - 64,
+        log_probs_chunk_size=1024, recompute_granularity="full",
+        rollout_batch_size=1, n_samples_per_prompt=1, global_batch_size=1,
+    )  # fmt: skip
+    assert memory.stages[0].train_peak / 2**30 == pytest.approx(measured_gib, rel=0.01)
 
 
 def test_recomputation_keeps_inputs_and_one_chunk():
