@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 UNKNOWN = "no_such_flag"
 # figure -> (limit, aim of the second design)
 LIMITS = {
-    "statements": (47_271, 25_000),
+    "statements": (47_279, 25_000),
     "files": (369, 270),
     "lines of the longest file": (450, 450),
     "lines of the longest function": (50, 50),

@@ -77,8 +77,9 @@ def look_at_the_page(printed: Path, run: subprocess.Popen[bytes]) -> list[str]:
         tab.click("nav >> text=Curves")
         panel = tab.locator("figure[data-metric='rollout/raw_reward']")
         panel.locator("canvas").wait_for()
-        picture = "document.querySelector(\"figure[data-metric='rollout/raw_reward'] canvas\").toDataURL()"
-        tab.wait_for_function(f"(before) => {picture} !== before", arg=tab.evaluate(picture))
+        # A panel has no canvas for a moment where a new metric has the page drawn anew.
+        picture = "document.querySelector(\"figure[data-metric='rollout/raw_reward'] canvas\")?.toDataURL()"
+        tab.wait_for_function(f"before => ({picture} ?? before) !== before", arg=tab.evaluate(picture))
         over = panel.locator(".u-over").bounding_box()
         tab.mouse.click(over["x"] + 2, over["y"] + over["height"] / 2)
         tab.wait_for_selector("h1:has-text('Rollout 0')")
