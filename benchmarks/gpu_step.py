@@ -41,8 +41,8 @@ from benchmarks.gpu_runs import (  # noqa: E402
 TARGETS, STEPS = {"0.6B": 0.03, "4B": 0.02}, 6
 WORK = ("perf/rollout_time", "perf/log_probs_time", "perf/ref_log_probs_time", "perf/actor_train_time")
 ENGINE_SHARE = {"0.6B": 0.4, SMOLLM2: 0.12, "4B": 0.35}
-"""Of an H200's 150 GB: room for the weights, and for keys and values of all 512 x 576 tokens (34, 7 and 44 GB).
-An engine with more would give it up and take it back in every step for nothing."""
+"""The engine's share of an H200's 150 GB. Its weights and the keys and values of all 512 x 576 tokens fit into it; the
+latter take 34, 7 and 44 GB. At 4B a share of 0.42 would make the trainer leave."""
 REST = (
     "perf/wake_up_time",
     "perf/sleep_time",

@@ -244,7 +244,7 @@ def _released(args: Args) -> str:
 
 
 def _at_rest(args: Args, device: Device, trainers: list[TrainerMemory]) -> int:
-    """What trainers hold while others work; awake or asleep they keep their context."""
+    """Bytes that trainers hold while others work. A trainer keeps its CUDA context, asleep or not."""
     if args.release_train:
         return 0
     states = 0 if args.offload_train else sum(max(stage.state for stage in trainer.stages) for trainer in trainers)

@@ -225,7 +225,7 @@ FSDP, FSDP2, FSDP4 = ({"train_backend": "fsdp", "actor_num_gpus_per_node": num_g
     ],
 )  # fmt: skip
 def test_the_peak_of_a_train_step_is_what_an_h200_allocated(model, layout, micro_batch, samples, measured_gib):
-    """Of the first stage; measured by benchmarks/gpu_train_step.py (benchmarks/RESULTS.md)."""
+    """The peak of the first stage. benchmarks/gpu_train_step.py measured it, benchmarks/RESULTS.md has the rows."""
     memory = memory_of(
         **{**CUDA, **model, **layout}, use_dynamic_batch_size=True, max_tokens_per_gpu=micro_batch,
         rollout_max_prompt_len=64, rollout_max_response_len=960, log_probs_chunk_size=4096,

@@ -25,7 +25,7 @@ from slime.models.rope import rope_of
 from slime.utils.misc import attempt
 from slime.weights.names import read_config, text_config
 
-TYPES = {"float16": "fp16_t", "bfloat16": "bf16_t", "int32": "int32_t", "int64": "int64_t"}
+TYPES = {"float16": "fp16_t", "bfloat16": "bf16_t", "int64": "int64_t"}
 """torch's types as SGLang writes them in the names of folders."""
 CACHES = {"TVM_FFI_CACHE_DIR": "~/.cache/tvm-ffi", "FLASHINFER_WORKSPACE_BASE": "~"}
 """The variable that says where a library keeps what it compiles, and where that is without it."""
@@ -53,11 +53,8 @@ def _of_sglang(module: str, function: str, values: tuple[Any, ...], name: str) -
     return Kernel(f"sglang.kernels.ops.{module}", function, values, "TVM_FFI_CACHE_DIR", f"sgl_kernel_jit_{name}/*.so")
 
 
-NORMS = Kernel(
-    *("flashinfer.norm", "get_norm_module", ()),
-    "FLASHINFER_WORKSPACE_BASE",
-    ".cache/flashinfer/*/*/cached_ops/norm/norm.so",
-)
+_NORM_LIBRARY = ".cache/flashinfer/*/*/cached_ops/norm/norm.so"
+NORMS = Kernel("flashinfer.norm", "get_norm_module", (), "FLASHINFER_WORKSPACE_BASE", _NORM_LIBRARY)
 
 
 def kernels_of(config: Mapping[str, Any], server_args: Mapping[str, Any]) -> list[Kernel]:
@@ -81,25 +78,22 @@ def kernels_of(config: Mapping[str, Any], server_args: Mapping[str, Any]) -> lis
     of_cache = 1 if str(server_args.get("kv_cache_dtype")).startswith("fp8") else 2
     row = max(1, (text.get("num_key_value_heads") or heads) // ranks) * head_dim * of_cache
     rotated = int(head_dim * rope_of(text)["partial_rotary_factor"])
-    own = TYPES[dtype]
+    own, rope = TYPES[dtype], (True, rotated, dtype, dtype)
     found = [
         _of_sglang("activation.activation", "activation_module", (dtype,), f"activation_{own}_*"),
         _of_sglang("kvcache.kvcache", "_jit_kvcache_module", (row, row), f"kvcache_{row}_{row}_*"),
         _of_sglang("attention.clamp_position", "_jit_clamp_position_module", ("int64",), "clamp_position_int64_t_*"),
-        _of_sglang(
-            *("attention.rope", "_jit_fused_rope_module", (True, rotated, dtype, dtype)),
-            f"fused_rope_true_{rotated}_*_{own}_{own}_*",
-        ),
+        _of_sglang("attention.rope", "_jit_fused_rope_module", rope, f"fused_rope_true_{rotated}_*_{own}_{own}_*"),
     ]
-    has_norms = family and any(name.endswith("q_norm.weight") for rule in family.rules for name in rule.hf)
-    if family and has_norms and not family.norms_all_heads:
+    names = [name for rule in family.rules for name in rule.hf] if family and not family.norms_all_heads else []
+    if any(name.endswith("q_norm.weight") for name in names):
         name = f"qknorm_{head_dim}_*_{own}_*"
         found.append(_of_sglang("layernorm.norm", "_jit_qknorm_module", (head_dim, dtype), name))
     return [*found, NORMS] if _compiles_norms() else found
 
 
 def _compiles_norms() -> bool:
-    """Whether FlashInfer is there, which SGLang then takes for norms, and brings no compiled kernels."""
+    """Whether FlashInfer is installed without its compiled kernels. Where it is installed, SGLang takes its norms."""
     return find_spec("flashinfer") is not None and find_spec("flashinfer_jit_cache") is None
 
 
@@ -124,7 +118,6 @@ def start(server_args: Mapping[str, Any]) -> None:
 
 def compile_all(kernels: list[Kernel]) -> None:
     """Compile kernels, each in a thread that waits for its nvcc; one that fails is the engine's to report."""
-    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # as in `launch_server.prepare`
     from sglang.kernels.jit.utils import get_jit_cuda_arch
 
     # SGLang sets this for each kernel and takes it away again, under which another thread's would go.
